@@ -1,7 +1,6 @@
-"""Facts and wishes: what the model is, what the user wants. Neither torch nor Lightning is imported."""
+"""What each value of Lightning's ``precision=`` means here, and how many bytes a dtype takes."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -32,11 +31,29 @@ class Precision:
 PRECISIONS: dict[str, Precision] = {
     p.name: p
     for p in (
-        Precision(name="32-true", master_dtype="float32", frozen_dtype=None, compute_dtype=None, reduce_dtype="float32"),
-        Precision(name="64-true", master_dtype="float64", frozen_dtype="float64", compute_dtype=None, reduce_dtype="float64"),
-        Precision(name="bf16-true", master_dtype="float32", frozen_dtype="bfloat16", compute_dtype="bfloat16", reduce_dtype="float32"),
-        Precision(name="bf16-mixed", master_dtype="float32", frozen_dtype=None, compute_dtype="bfloat16", reduce_dtype="float32"),
-        Precision(name="16-mixed", master_dtype="float32", frozen_dtype=None, compute_dtype="float16", reduce_dtype="float32"),
+        Precision(
+            name="32-true", master_dtype="float32", frozen_dtype=None, compute_dtype=None, reduce_dtype="float32"
+        ),
+        Precision(
+            name="64-true", master_dtype="float64", frozen_dtype="float64", compute_dtype=None, reduce_dtype="float64"
+        ),
+        Precision(
+            name="bf16-true",
+            master_dtype="float32",
+            frozen_dtype="bfloat16",
+            compute_dtype="bfloat16",
+            reduce_dtype="float32",
+        ),
+        Precision(
+            name="bf16-mixed",
+            master_dtype="float32",
+            frozen_dtype=None,
+            compute_dtype="bfloat16",
+            reduce_dtype="float32",
+        ),
+        Precision(
+            name="16-mixed", master_dtype="float32", frozen_dtype=None, compute_dtype="float16", reduce_dtype="float32"
+        ),
     )
 }
 
@@ -51,9 +68,19 @@ def find_precision(name: str) -> Precision:
     row = PRECISIONS.get(aliases.get(str(name), str(name)))
     if row is None:
         raise ValueError(
-            f"precision={name!r} is not supported. Use one of {', '.join(PRECISIONS)}: each keeps FP32 masters of what trains."
+            f"precision={name!r} is not supported. Use one of {', '.join(PRECISIONS)}: "
+            "each keeps FP32 masters of what trains."
         )
     return row
 
 
-AdapterMethod = Literal["lora", "rslora", "dora"]
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        ValueError: for a dtype that is not in :data:`DTYPE_BYTES`.
+    """
+    size = DTYPE_BYTES.get(dtype)
+    if size is None:
+        raise ValueError(f"dtype={dtype!r} is not known. Use one of {', '.join(DTYPE_BYTES)}.")
+    return size

@@ -1,0 +1,45 @@
+"""Sizes as people write them, read into bytes."""
+
+import re
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a size such as ``80GiB`` (2**30), ``24GB`` (10**9) or a plain number of bytes.
+
+    Raises:
+        ValueError: when the text is not a positive number with one of these units.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"size {text!r} is not understood. Write a number and a unit: 80GiB, 24GB, 512MiB or bytes.")
+    size = int(float(match.group(1)) * unit)
+    if size <= 0:
+        raise ValueError(f"size {text!r} must be above 0 bytes.")
+    return size
+
+
+def require_count(name: str, value: object, *, minimum: int = 1) -> None:
+    """Raise unless the value is a whole number and not below the minimum.
+
+    Raises:
+        ValueError: naming the field, the value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be a whole number, {minimum} or more.")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise unless the value is one of the choices.
+
+    Raises:
+        ValueError: listing the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
