@@ -1,0 +1,97 @@
+"""Low-rank adapters through peft: injected before sharding, with the same start everywhere."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.parallelize.materialize import initialise_adapter, seeded
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ADAPTERS: Mapping[str, dict[str, bool]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+}
+"""Adapter method -> what it adds to peft's LoraConfig."""
+
+SEEDED_INITS = (True, "gaussian")
+"""Starts drawn at random; the others (pissa, olora, ...) follow from the base weights."""
+
+
+def lora(
+    model: nn.Module, r: int = 16, *, method: str = "lora", seed: int | None = None, **peft_kwargs: Any
+) -> "PeftModel":
+    """Wrap ``model`` with LoRA adapters: only they train, in FP32, the same on every rank and topology.
+
+    Call it before the strategy shards: in ``__init__`` or ``configure_model``.
+
+    Args:
+        model: a transformers model or any module, on any device (on meta, the strategy initialises it).
+        r: rank of the update, ``W + (alpha / r) B A`` with ``A`` of shape (r, in) and ``B`` (out, r).
+        method: a key of :data:`ADAPTERS`.
+        seed: of the random start of ``A``; by default the run's own seed (``seed_everything``).
+        peft_kwargs: further fields of ``peft.LoraConfig`` (``lora_alpha``, ``target_modules``,
+            ``lora_dropout``, ``modules_to_save``...). ``target_modules`` defaults to ``"all-linear"``.
+
+    Returns:
+        The ``PeftModel``. Its frozen base keeps the type it was loaded in.
+
+    Raises:
+        ValueError: for an unknown method, a model that is already sharded, or targets that match nothing
+            (the names that could be meant are listed).
+    """
+    import peft
+
+    if method not in ADAPTERS:
+        raise ValueError(f"Adapter method {method!r} is not known. Use one of {', '.join(ADAPTERS)}.")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is already sharded: adapters made now would have a shard's shape and no gradient "
+            "reduction. Apply lora() before sharding, in __init__ or configure_model."
+        )
+    peft_kwargs.setdefault("target_modules", "all-linear")
+    require_targets(model, peft_kwargs["target_modules"])
+    config = peft.LoraConfig(r=r, **ADAPTERS[method], **peft_kwargs)
+    wrapped = peft.get_peft_model(model, config)
+    if config.init_lora_weights in SEEDED_INITS:
+        _start_by_name(wrapped, torch.initial_seed() if seed is None else seed, config.init_lora_weights)
+    return wrapped
+
+
+def require_targets(model: nn.Module, targets: str | list[str] | None) -> None:
+    """Raise ValueError unless every name in ``targets`` matches a layer of ``model``, as peft matches them.
+
+    A string is a regular expression over whole names ("all-linear" stands for every linear layer), a list
+    holds names or ends of names.
+    """
+    if targets is None or targets == "all-linear":
+        return
+    names = [name for name, module in model.named_modules() if name and not list(module.children())]
+    missing = [targets] if isinstance(targets, str) else list(targets)
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name, _ in model.named_modules()) else missing
+    else:
+        every = [name for name, _ in model.named_modules()]
+        missing = [t for t in missing if not any(name == t or name.endswith(f".{t}") for name in every)]
+    if missing:
+        available = sorted(
+            {name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()} or set(names)
+        )
+        raise ValueError(
+            f"target_modules {', '.join(map(repr, missing))} match no layer of {type(model).__name__}. An adapter must sit on "
+            f"a layer that exists; the names available: {', '.join(available)}."
+        )
+
+
+def _start_by_name(model: nn.Module, seed: int, init: bool | str) -> None:
+    """Redraw every adapter from a generator seeded by its layer's name."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "reset_lora_parameters") and not any(p.is_meta for p in layer.parameters()):
+            with seeded(seed, name):
+                initialise_adapter(layer, init)

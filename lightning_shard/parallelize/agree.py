@@ -1,0 +1,66 @@
+"""One start on every rank: compare fingerprints first, send only what differs."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+CHUNK_BYTES = 64 * 2**20
+
+
+def agree_on_start(module: nn.Module, device: torch.device) -> int:
+    """Give every rank rank 0's parameters and buffers; returns the bytes that had to be sent.
+
+    Ranks that read the same file or used the same seed hold equal tensors already: those cost one
+    fingerprint each and no traffic. Sharded and meta tensors are left alone.
+
+    Raises:
+        RuntimeError: on all ranks, when the ranks built modules with different tensors.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    tensors = _plain_tensors(module)
+    mine = {name: (tuple(t.shape), str(t.dtype), _fingerprint(t)) for name, t in tensors.items()}
+    all_ranks: list[dict[str, tuple[tuple[int, ...], str, str]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_ranks, mine)
+    _require_same_tensors(all_ranks)
+    sent = 0
+    for name, tensor in tensors.items():
+        if len({rank[name] for rank in all_ranks}) > 1:
+            _receive(tensor, device)
+            sent += tensor.numel() * tensor.element_size()
+    return sent
+
+
+def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: t for name, t in named.items() if not isinstance(t, DTensor) and not t.is_meta and t.numel()}
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    for chunk in flat.split(CHUNK_BYTES):
+        digest.update(memoryview(chunk.cpu().numpy()))
+    return digest.hexdigest()
+
+
+def _receive(tensor: Tensor, device: torch.device) -> None:
+    buffer = tensor.detach().to(device).contiguous()
+    dist.broadcast(buffer, src=0)
+    with torch.no_grad():
+        tensor.detach().copy_(buffer)
+
+
+def _require_same_tensors(all_ranks: list[dict[str, tuple[tuple[int, ...], str, str]]]) -> None:
+    shapes = [{name: value[:2] for name, value in rank.items()} for rank in all_ranks]
+    for rank, other in enumerate(shapes):
+        if other != shapes[0]:
+            names = sorted({n for n in {**other, **shapes[0]} if other.get(n) != shapes[0].get(n)})
+            raise RuntimeError(
+                f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in name, shape "
+                f"or type, the first is {names[0]!r} (rank 0: {shapes[0].get(names[0])}, rank {rank}: "
+                f"{other.get(names[0])}). Every rank must build the same module: do not let the rank decide sizes or layers."
+            )

@@ -1,0 +1,163 @@
+"""From the meta device to real values: every tensor initialised, the same on every rank and topology.
+
+Each module is initialised with a generator seeded by its own name, so the start depends neither on
+how many ranks there are nor on which modules came before it. A tensor that nobody initialises is an
+error, never whatever the memory held.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Materializer:
+    """Turns meta tensors below one root into initialised CPU tensors, keeping ties.
+
+    Args:
+        root: names are relative to this module.
+        seed: the run's seed; with a module's name it determines that module's values.
+    """
+
+    def __init__(self, root: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._real: dict[int, Tensor] = {}
+        self._keep_alive: list[Tensor] = []
+        self._places = list(_walk(root, "", None))
+
+    def materialize(self, part: nn.Module) -> None:
+        """Initialise everything below ``part`` that is still on the meta device.
+
+        Raises:
+            RuntimeError: when a module gives no way to initialise one of its tensors.
+        """
+        wanted = {id(module) for module in part.modules()}
+        places = [place for place in self._places if id(place[0]) in wanted]
+        fresh = [(place, names) for place in places if (names := self._make_real(place[0]))]
+        touched = {id(place[0]) for place, _ in fresh}
+        for module, name, owner in places:
+            if id(module) in touched:
+                with seeded(self._seed, name):
+                    _initialise(module, owner)
+            elif touched & {id(child) for child in module.modules()}:
+                self._finish(module, name)
+        for (module, name, _), names in fresh:
+            _require_initialised(module, name, names)
+
+    def _finish(self, module: nn.Module, name: str) -> None:
+        """What a peft wrapper knows better than the layers inside it, after those are initialised."""
+        if _is_adapter_layer(module):
+            with seeded(self._seed, name):
+                initialise_adapter(module)
+        elif hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            _copy_original(module)
+
+    def _make_real(self, module: nn.Module) -> list[str]:
+        """Replace ``module``'s own meta tensors by poisoned real ones; returns their names."""
+        names = []
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in self._real:
+                    self._keep_alive.append(tensor)  # an id is only unique among the living
+                    self._real[id(tensor)] = _poisoned_like(tensor)
+                    names.append(name)
+                store[name] = self._real[id(tensor)]  # type: ignore[assignment]
+        return names
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Random numbers inside depend on ``seed`` and ``name`` alone; the generators outside are untouched."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        yield
+
+
+def initialise_adapter(layer: Any, init: bool | str = True) -> None:
+    """Give a peft LoRA layer its start: ``lora_A`` random, ``lora_B`` zero, a DoRA magnitude from the weights."""
+    for adapter in list(layer.r):
+        layer.reset_lora_parameters(adapter, init)
+        if adapter in getattr(layer, "lora_magnitude_vector", {}) and adapter in layer.lora_A:
+            _start_magnitude(layer, adapter)
+
+
+def _start_magnitude(layer: Any, adapter: str) -> None:
+    """Set DoRA's magnitude, shape (out,), to the row norms of the whole update, which start as the base's."""
+    vector = layer.lora_magnitude_vector[adapter]
+    parameter = vector.weight
+    vector.update_layer(
+        base_layer=layer.get_base_layer(),
+        lora_A=layer.lora_A[adapter].weight,
+        lora_B=layer.lora_B[adapter].weight,
+        scaling=layer.scaling[adapter],
+    )
+    parameter.data = vector.weight.data.to(parameter.dtype)
+    vector.weight = parameter  # the parameter that optimizers and ties know, with the new values
+
+
+def _copy_original(wrapper: Any) -> None:
+    """Start each trained copy of a layer (peft's ``modules_to_save``) from the layer itself."""
+    for copy in wrapper.modules_to_save.values():
+        copy.load_state_dict(wrapper.original_module.state_dict())
+
+
+def _walk(module: nn.Module, name: str, owner: nn.Module | None) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
+    """Children before parents, each with the transformers model that knows how to initialise it."""
+    if callable(getattr(module, "_init_weights", None)) and hasattr(module, "config"):
+        owner = module
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield module, name, owner
+
+
+def _initialise(module: nn.Module, owner: nn.Module | None) -> None:
+    if _is_adapter_layer(module):
+        initialise_adapter(module)
+        return
+    reset: Callable[[], None] | None = getattr(module, "reset_parameters", None) or getattr(
+        module, "_reset_parameters", None
+    )
+    if reset is not None:
+        reset()
+    if owner is not None:
+        with torch.no_grad():
+            owner._init_weights(module)  # type: ignore[operator]
+
+
+def _is_adapter_layer(module: nn.Module) -> bool:
+    return hasattr(module, "reset_lora_parameters") and hasattr(module, "lora_A")
+
+
+def _poisoned_like(tensor: Tensor) -> Tensor:
+    real = torch.empty_like(tensor, device="cpu")
+    if real.is_floating_point() or real.is_complex():
+        real.fill_(float("nan"))
+    elif real.dtype is not torch.bool:
+        real.fill_(torch.iinfo(real.dtype).max)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(real, requires_grad=tensor.requires_grad)
+    return real
+
+
+def _require_initialised(module: nn.Module, module_name: str, names: list[str]) -> None:
+    tensors = dict(itertools.chain(module._parameters.items(), module._buffers.items()))
+    for name in names:
+        tensor = tensors[name]
+        if tensor is not None and _has_poison(tensor.detach()):
+            raise RuntimeError(
+                f"{module_name}.{name} is on the meta device and {type(module).__name__} gives no way to initialise it. "
+                "Give the class a reset_parameters() that fills all its tensors, or build the module on the CPU."
+            )
+
+
+def _has_poison(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())

@@ -1,0 +1,147 @@
+"""Fully sharded data parallelism, unit by unit, as the Plan says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_shard._compat import fsdp_root_init
+from lightning_shard.parallelize.storage import to_dtype
+from lightning_shard.parallelize.units import Units, warn_no_blocks
+from lightning_shard.plans import Plan
+from lightning_shard.specs import Precision
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard(
+    units: Units,
+    plan: Plan,
+    mesh: DeviceMesh,
+    precision: Precision,
+    before: Callable[[nn.Module], None],
+    forward_methods: tuple[str, ...] = (),
+) -> None:
+    """Shard ``units`` over ``mesh`` in place; the root comes last and takes what no unit holds.
+
+    Args:
+        units: blocks, embeddings, heads and the root they sit in.
+        plan: says what is freed when.
+        mesh: axis ``dp_shard``, or ``dp_replicate`` and ``dp_shard``.
+        precision: the policy gathers in its compute type and reduces in its reduce type.
+        before: called with each unit just before it is sharded (it loads or initialises the unit, so
+            that never more than one whole unit is in memory).
+        forward_methods: further methods of the root that compute with its weights.
+    """
+    if not units.blocks and mesh.get_rank() == 0:
+        warn_no_blocks(units.root)
+    policy = mixed_precision_policy(precision)
+    common: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": _placement(mesh["dp_shard"].size())}
+    for name, unit in units.all():
+        if isinstance(unit, FSDPModule):
+            continue  # the user sharded it
+        before(unit)
+        keep = name in {head for head, _ in units.heads}
+        reshard = False if keep else plan.reshard_after_forward
+        fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
+    for _, unit in units.embeddings:
+        if isinstance(unit, FSDPModule):
+            unit.set_unshard_in_backward(False)  # the gradient of a look-up does not need the table
+    before(units.root)
+    if not isinstance(units.root, FSDPModule):
+        fully_shard(units.root, mp_policy=_root_policy(policy, precision), **common)
+    _prefetch(units, plan.prefetch)
+    _open_root(units.root, forward_methods)
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """The one caster of a sharded module."""
+    compute = to_dtype(precision.compute_dtype)
+    if compute is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=to_dtype(precision.reduce_dtype))
+
+
+def _root_policy(policy: MixedPrecisionPolicy, precision: Precision) -> MixedPrecisionPolicy:
+    # Under "-mixed" what leaves a step is FP32, as it is under autocast.
+    output = torch.float32 if precision.compute_dtype and not precision.frozen_dtype else None
+    return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, output_dtype=output)
+
+
+def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Split a matrix with fewer rows than ranks (``lora_A``) along its columns where they divide evenly.
+
+    Along its rows most ranks would hold padding: an r=16 adapter on 512 ranks would travel as 512 rows.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        rows = parameter.shape[0]
+        if parameter.dim() >= 2 and rows % num_shards and parameter.shape[1] % num_shards == 0:
+            return Shard(1)
+        return None
+
+    return place
+
+
+def _prefetch(units: Units, depth: int) -> None:
+    blocks = [block for _, block in units.blocks if isinstance(block, FSDPModule)]
+    if depth < 2:
+        return  # FSDP gathers one unit ahead by itself
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
+
+
+def _open_root(root: nn.Module, forward_methods: tuple[str, ...]) -> None:
+    """Let every way of computing with the root's own weights find them gathered.
+
+    The step methods count as its forward. A layer that belongs to the root's group may also be called on
+    its own (``generate``, ``encode``, a hook, the second loss of manual optimization): it gathers the
+    root's group first when that is sharded.
+    """
+    assert isinstance(root, FSDPModule)
+    for method in (*STEP_METHODS, *forward_methods):
+        if hasattr(root, method):
+            register_fsdp_forward_method(root, method)
+
+    def gather_root(layer: nn.Module, _: Any) -> None:
+        if any(isinstance(p, DTensor) for p in layer.parameters(recurse=False)):
+            root.unshard()
+
+    for layer in _root_layers(root):
+        layer.register_forward_pre_hook(gather_root, prepend=True)
+    fsdp_root_init(root)
+
+
+def _root_layers(module: nn.Module) -> list[nn.Module]:
+    layers = []
+    for child in module.children():
+        if isinstance(child, FSDPModule):
+            continue
+        if any(True for _ in child.parameters(recurse=False)):
+            layers.append(child)
+        layers += _root_layers(child)
+    return layers
+
+
+def reshard_all(root: nn.Module) -> None:
+    """Free every gathered unit, so that parameters are the shards that optimizers and state dicts know."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def allocate_outside_inference_mode(root: nn.Module) -> None:
+    """Gather every unit once, so that no buffer of FSDP is born as an inference tensor.
+
+    ``Trainer.validate`` runs under ``torch.inference_mode`` on NCCL; gather buffers first made there could
+    never be written in a later ``fit``.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()

@@ -1,0 +1,62 @@
+"""In which type a parameter is stored, and in which it computes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_shard.specs import Precision
+
+
+def to_dtype(name: str | None) -> torch.dtype | None:
+    """The torch type of that name ("bfloat16"); None stays None."""
+    if name is None:
+        return None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What :func:`store` changed: parameters whose products run in another type than they are stored in."""
+
+    compute_dtypes: dict[nn.Parameter, torch.dtype]
+    """Parameter -> type it computes in, for every parameter where the two differ."""
+
+
+def store(module: nn.Module, precision: Precision) -> Storage:
+    """Give every floating parameter its stored type, in place, and say in which type it computes.
+
+    What trains is kept in the master type (FP32: smaller updates would be lost to rounding). What is
+    frozen never changes, so it needs no master and is kept in the compute type under ``bf16-true``.
+    Buffers keep their type: rotary frequencies in bf16 are wrong frequencies.
+    """
+    master, frozen = to_dtype(precision.master_dtype), to_dtype(precision.frozen_dtype)
+    compute = to_dtype(precision.compute_dtype) if precision.frozen_dtype else None
+    compute_dtypes: dict[nn.Parameter, torch.dtype] = {}
+    assert master is not None
+    for parameter in unique_parameters(module):
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            continue  # quantised storage is the quantiser's business
+        loaded_as = parameter.dtype
+        if parameter.requires_grad:
+            if loaded_as.itemsize < master.itemsize or compute is not None:
+                _cast(parameter, master)
+            wanted = compute or loaded_as
+            if wanted != parameter.dtype:
+                compute_dtypes[parameter] = wanted
+        elif frozen is not None:
+            _cast(parameter, frozen)
+    return Storage(compute_dtypes)
+
+
+def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Every parameter once, tied ones included once."""
+    return list(module.parameters())
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if parameter.dtype != dtype:
+        # Through .data, so that the object (and an optimizer or a tie that holds it) stays the same.
+        parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,110 @@
+"""The strategy that decides: it plans from the real module, the real batch and the real devices."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard._compat import Trainer
+from lightning_shard.planner import Decision, choose
+from lightning_shard.plans import Plan
+from lightning_shard.specs import Cluster, Estimate, ModelSpec, TrainSpec
+from lightning_shard.strategies.base import PlanStrategy
+from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory
+
+log = logging.getLogger(__name__)
+
+
+class AutoShardStrategy(PlanStrategy):
+    """Plans at setup and runs the fastest layout that fits.
+
+    Rank 0 decides from the smallest device of all ranks and tells the others. What was decided, and why,
+    is in :attr:`plan`, :attr:`estimate` and :attr:`decision` once the run is set up.
+
+    Args:
+        headroom: share of each device's memory to leave free.
+        plan: run this plan instead of deciding.
+        pin: fields of the Plan that the decision must keep, such as ``{"dp_shard": 8}``.
+        cluster: what to plan for; detected by default.
+        train: batch, length and optimizer to plan for; read from the run by default.
+        device_memory: bytes that one process may use; measured by default.
+        lightning: anything that Lightning's ``DDPStrategy`` takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        headroom: float = 0.1,
+        plan: Plan | None = None,
+        pin: dict[str, Any] | None = None,
+        cluster: Cluster | None = None,
+        train: TrainSpec | None = None,
+        device_memory: int | None = None,
+        **lightning: Any,
+    ) -> None:
+        super().__init__(**lightning)
+        if not 0 <= headroom < 1:
+            raise ValueError(f"headroom={headroom} is a share of the device's memory: give 0 or more and less than 1.")
+        self._headroom = headroom
+        self._fixed = plan
+        self._pin = dict(pin or {})
+        self._cluster = cluster
+        self._train = train
+        self._device_memory = device_memory
+        self._decision: Decision | None = None
+
+    @property
+    def decision(self) -> Decision | None:
+        """The plan with every rejected one and the number that rejected it; None for a plan that was given."""
+        return self._decision
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Predicted bytes and seconds of the plan in force."""
+        return None if self._decision is None else self._decision.estimate
+
+    @override
+    def fixed_plan(self) -> Plan | None:
+        return self._fixed
+
+    @override
+    def choose_plan(self, trainer: Trainer) -> Plan:
+        if self._fixed is not None:
+            return self._fixed
+        memory = self._smallest_device()
+        train = self._train or describe_training(trainer, self._root, self._shard_precision.meaning.name)
+        self._decision = self._decide(train, memory)
+        return self._decision.plan
+
+    def _smallest_device(self) -> int:
+        memory = self._device_memory or free_device_memory(self.root_device, self.num_processes)
+        if not dist.is_initialized():
+            return memory
+        smallest = torch.tensor(memory, dtype=torch.int64, device=self.root_device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest.item())
+
+    def _decide(self, train: TrainSpec, memory: int) -> Decision:
+        """One answer for all ranks, or one error on all ranks."""
+        answer: Decision | Exception | None = None
+        if self.is_global_zero:
+            try:
+                model = ModelSpec.from_module(self._root)
+                cluster = self._cluster or describe_cluster(
+                    self.root_device, self.num_nodes, self.num_processes, memory
+                )
+                answer = choose(model, train, cluster, headroom=self._headroom, pin=self._pin)
+            except Exception as error:
+                answer = error
+        answer = self.broadcast(answer)
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return self._require_fit(answer)
+
+    def _require_fit(self, decision: Decision) -> Decision:
+        if not decision.fits:
+            raise RuntimeError(decision.shortfall())
+        return decision

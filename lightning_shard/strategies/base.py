@@ -1,0 +1,357 @@
+"""One engine for every plan: Lightning's hooks, as thin as they can be."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard._compat import DDPStrategy, LightningModule, Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
+from lightning_shard._compat import Precision as PrecisionPlugin
+from lightning_shard.checkpoint.consolidated import (
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+)
+from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
+from lightning_shard.parallelize.shard import allocate_outside_inference_mode, reshard_all
+from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
+from lightning_shard.strategies.checks import (
+    require_optimizers_over_module,
+    require_supported_precision,
+    require_trainable,
+    require_used,
+)
+from lightning_shard.strategies.precision import ShardAwarePrecision, translate
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LAID_OUT = "_lightning_shard_layout"
+
+
+class PlanStrategy(DDPStrategy):
+    """Runs any LightningModule under a Plan, replicated or sharded.
+
+    A subclass of Lightning's DDPStrategy, so that samplers, compiled modules and other people's
+    ``isinstance`` checks treat it as the data-parallel strategy it is. Subclasses say which plan.
+    """
+
+    def __init__(
+        self, *, forward_methods: tuple[str, ...] = (), timeout: timedelta = DEFAULT_TIMEOUT, **ddp: Any
+    ) -> None:
+        ddp.setdefault("gradient_as_bucket_view", True)
+        ddp.setdefault("find_unused_parameters", False)
+        super().__init__(timeout=timeout, **ddp)
+        self._forward_methods = forward_methods
+        self._layout: Parallelized | None = None
+        self._mesh: DeviceMesh | None = None
+        self._synced_once = False
+
+    # --- which plan ---------------------------------------------------------------------------------
+
+    def choose_plan(self, trainer: Trainer) -> Plan:
+        """The plan for this run; called once the real module is known, on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force.
+
+        Raises:
+            RuntimeError: before the Trainer has set the strategy up.
+        """
+        if self._layout is None:
+            raise RuntimeError(
+                "The plan is known once the Trainer has set up the run: read it in or after on_fit_start."
+            )
+        return self._layout.plan
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the module in use is sharded."""
+        return self._layout is not None and self._layout.sharded
+
+    # --- Lightning's set-up hooks ----------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Lightning reads this before setup, when an auto strategy does not know its plan: always the same answer.
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        tp = self._layout.plan.tp if self._layout is not None else 1
+        return {"num_replicas": self.world_size // tp, "rank": self.global_rank // tp}
+
+    @property
+    @override
+    def precision_plugin(self) -> PrecisionPlugin:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: PrecisionPlugin | None) -> None:
+        # The connector overwrites the plugin of a strategy that was given by name: translate whatever comes.
+        self._precision_plugin = None if plugin is None else translate(plugin)
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.num_nodes * self.num_processes == 1:
+            self.set_world_ranks()  # one device: no process group, no collectives
+            return
+        super().setup_distributed()
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # On the host: the plan, and with it what may live on the device, is not known yet.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self._layout = self._lay_out(trainer)
+        self._mixed_casts_follow_plan()
+        if fitting:
+            self._setup_training(trainer)
+        elif self.sharded:
+            allocate_outside_inference_mode(self.model)
+        self.setup_precision_plugin()
+
+    def _setup_training(self, trainer: Trainer) -> None:
+        assert isinstance(self.model, nn.Module)
+        require_trainable(self.model)
+        if not self.sharded and self.world_size > 1:
+            self.configure_ddp()
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        require_optimizers_over_module(self.optimizers, self._root)
+        self._synced_once = False
+        if self._model_averaging_period is not None:
+            self._enable_model_averaging()
+
+    def _lay_out(self, trainer: Trainer) -> Parallelized:
+        """Apply the plan to the module, or take over the layout that it already has."""
+        root, precision = self._root, self._shard_precision.meaning
+        before: Parallelized | None = root.__dict__.get(_LAID_OUT)
+        if before is not None and before.sharded and is_sharded(root):
+            self._require_same_layout(before)
+            return before
+        plan = self.choose_plan(trainer)
+        plan.require_world_size(self.world_size)
+        require_supported_precision(plan, precision)
+        if before is not None:
+            before.undo()
+        layout = parallelize(
+            root,
+            plan,
+            precision=precision,
+            device=self.root_device,
+            mesh=self._make_mesh(plan),
+            seed=self.broadcast(torch.initial_seed()),
+            forward_methods=self._forward_methods,
+        )
+        root.__dict__[_LAID_OUT] = layout
+        return layout
+
+    def _require_same_layout(self, before: Parallelized) -> None:
+        wanted = self.fixed_plan()
+        if before.plan.world_size != self.world_size or (wanted is not None and wanted != before.plan):
+            raise RuntimeError(
+                f"This module was already sharded for another plan ({before.plan.to_json()}). A sharded module cannot be laid "
+                "out anew: build a new one, and load a checkpoint of this one into it."
+            )
+
+    def fixed_plan(self) -> Plan | None:
+        """The plan the user demanded, where there is one."""
+        return None
+
+    def _make_mesh(self, plan: Plan) -> DeviceMesh | None:
+        if plan.strategy == "ddp":
+            return None
+        shape, names = [plan.dp_shard], ["dp_shard"]
+        if plan.dp_replicate > 1:
+            shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
+        self._mesh = init_device_mesh(self.root_device.type, tuple(shape), mesh_dim_names=tuple(names))
+        return self._mesh
+
+    def _mixed_casts_follow_plan(self) -> None:
+        if hasattr(self.precision_plugin, "policy_casts"):
+            self.precision_plugin.policy_casts = self.sharded
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # Every rank's start has been compared and mended by now (agree_on_start): DDP need not send it all again.
+        self._ddp_kwargs["init_sync"] = False
+        trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        cap_mb = self.plan.bucket_cap_mb or tuned_bucket_bytes(trainable, self.world_size) / MIB
+        self._ddp_kwargs["bucket_cap_mb"] = cap_mb
+        self._ddp_kwargs["static_graph"] = self.plan.static_graph
+        return super()._setup_model(model)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning drops communication hooks in silence off CUDA; gloo runs most of them, and refuses the rest itself.
+        if self._ddp_comm_hook is not None and isinstance(self.model, DistributedDataParallel):
+            hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._require_synced()
+
+    def _require_synced(self) -> None:
+        names = unsynced_parameters(self._root, sharded=self.sharded)
+        if names:
+            raise RuntimeError(
+                f"{len(names)} trainable parameters were added after the module was sharded and no gradient reduction covers "
+                f"them, the first is {names[0]!r}: every rank would train its own. Add layers and adapters in __init__ or "
+                "configure_model."
+            )
+
+    # --- the step ------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().predict_step(*args, **kwargs)
+
+    def _step_scope(self) -> Any:
+        return self._layout.root_cast() if self._layout is not None and self._layout.root_cast else nullcontext()
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if isinstance(self.model, FSDPModule) and not self._root.automatic_optimization:
+            fsdp_watch_loss(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._synced_once = True
+        ddp = self.model
+        if (
+            isinstance(ddp, DistributedDataParallel)
+            and ddp.require_backward_grad_sync
+            and self._root.automatic_optimization
+        ):
+            require_used(ddp)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        if isinstance(self.model, FSDPModule) and self.plan.defer_gradient_sync:
+            self.model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                self.model.set_requires_gradient_sync(True)
+        elif self._must_sync_first():
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def _must_sync_first(self) -> bool:
+        # DDP with a static graph learns its buckets in the first backward, which must therefore reduce. The sum is the
+        # same: the mean of this micro-batch joins the gradients that the last one averages.
+        return isinstance(self.model, DistributedDataParallel) and self.model.static_graph and not self._synced_once
+
+    # --- state ---------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return gather_module_state(self._root) if self.sharded else super().lightning_module_state_dict()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self.sharded:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        reshard_all(self._root)
+        load_module_state(self._root, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            return super().optimizer_state(optimizer)
+        if self.sharded:
+            reshard_all(self._root)
+        return gather_optimizer_state(self._root, _plain(optimizer), keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.sharded:
+            reshard_all(self._root)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_optimizer_state(self._root, _plain(optimizer), state)
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self.model, FSDPModule):
+            fsdp_reset(self.model)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if not self.sharded:
+            super().teardown()
+            return
+        # Shards stay where they are: the base class would move them, and their optimizer state, to the host.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- small things --------------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _shard_precision(self) -> ShardAwarePrecision:
+        plugin = self.precision_plugin
+        return plugin if isinstance(plugin, ShardAwarePrecision) else translate(plugin)
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """The torch optimizer behind Lightning's wrapper."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(inner, Optimizer)
+    return inner

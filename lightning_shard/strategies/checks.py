@@ -1,0 +1,60 @@
+"""Faults that would train wrong numbers, found before they do."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_shard.plans import Plan
+from lightning_shard.specs import Precision
+
+
+def require_trainable(module: nn.Module) -> None:
+    """Raise RuntimeError when nothing in ``module`` trains."""
+    if not any(p.requires_grad for p in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__} has no trainable parameter: there is nothing to fit. Unfreeze a part of it, add "
+            "adapters (lightning_shard.lora), or use trainer.validate / trainer.predict."
+        )
+
+
+def require_optimizers_over_module(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Raise RuntimeError when an optimizer holds parameters that the module no longer has.
+
+    Sharding replaces parameters: an optimizer built from a list that was made before (in ``__init__``, say)
+    would step tensors nobody computes with, and the loss would stay flat.
+    """
+    known = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        stale = [p for p in held if id(p) not in known]
+        if stale:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters that are not (or no longer) parameters "
+                f"of {type(module).__name__}; the first has shape {tuple(stale[0].shape)}. They were collected before the module "
+                "was sharded. Build the optimizer from self.parameters() inside configure_optimizers."
+            )
+
+
+def require_used(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError naming the trainable parameters that took no part in the last backward."""
+    if ddp.find_unused_parameters or ddp.static_graph:
+        return
+    unused = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
+        raise RuntimeError(
+            f"{len(unused)} trainable parameters took no part in this step's loss, so their gradients were not reduced: {shown}. "
+            "Freeze them, use them in the loss, or pass TunedDDPStrategy(find_unused_parameters=True) when they are used in "
+            "other steps."
+        )
+
+
+def require_supported_precision(plan: Plan, precision: Precision) -> None:
+    """Raise ValueError for a precision that a sharded plan cannot run."""
+    if plan.strategy == "fsdp2" and precision.name == "16-mixed":
+        raise ValueError(
+            "precision='16-mixed' needs a gradient scaler whose decision agrees on all shards, which sharded plans do not have "
+            "yet. Use precision='bf16-mixed' or 'bf16-true'."
+        )

@@ -1,0 +1,32 @@
+"""The replicated end of the dial."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_shard._compat import Trainer
+from lightning_shard.plans import Plan
+from lightning_shard.strategies.base import PlanStrategy
+
+
+class TunedDDPStrategy(PlanStrategy):
+    """DDP with buckets sized from what trains, gradients as views of them, and FP32 masters.
+
+    Args:
+        bucket_cap_mb: MiB of gradients per all-reduce; None sizes it from the trainable bytes and the
+            world size (:func:`lightning_shard.plans.tuned_bucket_bytes`).
+        static_graph: every step uses the same parameters in the same order.
+        ddp: anything else that Lightning's ``DDPStrategy`` takes: ``find_unused_parameters`` (False by
+            default; unused parameters are then an error that names them), ``gradient_as_bucket_view``
+            (True), ``ddp_comm_hook``, ``process_group_backend``...
+    """
+
+    def __init__(self, *, bucket_cap_mb: float | None = None, static_graph: bool = False, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self._wish = Plan(bucket_cap_mb=bucket_cap_mb, static_graph=static_graph)
+
+    @override
+    def choose_plan(self, trainer: Trainer) -> Plan:
+        return Plan(
+            dp_replicate=self.world_size, bucket_cap_mb=self._wish.bucket_cap_mb, static_graph=self._wish.static_graph
+        )

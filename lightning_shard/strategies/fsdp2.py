@@ -1,0 +1,62 @@
+"""The sharded end of the dial."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_shard._compat import Trainer
+from lightning_shard.plans import Plan
+from lightning_shard.strategies.base import PlanStrategy
+
+
+class FSDP2Strategy(PlanStrategy):
+    """``fully_shard`` block by block; ``configure_model`` need not shard anything.
+
+    Args:
+        plan: the whole layout; or leave it out and give single fields.
+        dp_shard: ranks that share one copy (all by default); the rest are replicas (HSDP).
+        reshard_after_forward: True, False, or the number of ranks to keep a block sharded over.
+        defer_gradient_sync: while accumulating, reduce only at the last micro-batch (holds whole gradients).
+        prefetch: blocks gathered ahead of the one that computes.
+        forward_methods: methods of the LightningModule besides the steps that use its own weights.
+        lightning: anything that Lightning's ``DDPStrategy`` takes for its process group.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        dp_shard: int | None = None,
+        reshard_after_forward: bool | int = True,
+        defer_gradient_sync: bool = False,
+        prefetch: int = 1,
+        forward_methods: tuple[str, ...] = (),
+        **lightning: Any,
+    ) -> None:
+        super().__init__(forward_methods=forward_methods, **lightning)
+        self._fixed = plan
+        self._dp_shard = dp_shard
+        self._fields: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "defer_gradient_sync": defer_gradient_sync,
+            "prefetch": prefetch,
+        }
+
+    @override
+    def fixed_plan(self) -> Plan | None:
+        return self._fixed
+
+    @override
+    def choose_plan(self, trainer: Trainer) -> Plan:
+        if self._fixed is not None:
+            return self._fixed
+        dp_shard = self._dp_shard or self.world_size
+        if self.world_size % dp_shard:
+            raise ValueError(
+                f"dp_shard={dp_shard} does not divide the {self.world_size} ranks that were launched: each copy takes dp_shard "
+                "ranks. Use a divisor, or launch a multiple."
+            )
+        fields = dict(self._fields)
+        if dp_shard == 1:  # nothing is sharded, so nothing is resharded
+            fields["reshard_after_forward"] = True
+        return Plan(dp_replicate=self.world_size // dp_shard, dp_shard=dp_shard, **fields)
