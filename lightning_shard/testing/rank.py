@@ -101,6 +101,7 @@ def _join(job: Job, rank: int) -> None:
     torch.set_num_threads(1)
     meeting_point = f"file://{job.folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=job.num_ranks)
+    dist.barrier()  # a body that ends at once would break connections still being made
 
 
 def _call(job: Job) -> Any:

@@ -137,11 +137,11 @@ def _timeout_message(job: Job) -> str:
 
 
 def _raise_failure(job: Job, rank: int, exit_code: int) -> None:
-    failures = filter(None, (_load_failure(job, rank) for rank in range(job.num_ranks)))
-    first = min(failures, key=lambda failure: failure.at_s, default=None)
-    if first is None:
+    if _load_failure(job, rank) is None:  # it died without a word
         ended = f"was ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
         raise RankError(f"rank {rank} of {job.num_ranks} {ended}.{_output_tail(job, rank)}", rank=rank)
+    failures = filter(None, (_load_failure(job, rank) for rank in range(job.num_ranks)))
+    first = min(failures, key=lambda failure: failure.at_s)
     if first.skipped is not None:
         raise unittest.SkipTest(first.skipped)
     error = pickle.loads(first.error) if first.error is not None else None
