@@ -1,0 +1,146 @@
+"""``lightning-shard finetune``: a recipe in, a trained adapter or model out."""
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from rich.console import Console
+from typing_extensions import override
+
+import lightning_shard  # noqa: F401 - registers the strategies' names
+from lightning_shard.finetune.data import InstructionData
+from lightning_shard.finetune.model import CausalLM, require_model
+from lightning_shard.finetune.report import FinetuneReport, Outcome, render
+from lightning_shard.finetune.rows import read_rows
+
+DONE, HONEST_NO, BAD_INPUT = 0, 1, 2
+
+
+def main(argv: list[str]) -> int:
+    """Run a recipe; the arguments are those of LightningCLI, a recipe's keys among them."""
+    _quiet()
+    try:
+        run(RecipeCLI(argv))
+    except (ValueError, RuntimeError) as error:
+        if not _is_ours(error):
+            raise
+        sys.stderr.write(f"lightning-shard finetune: {error}\n")
+        return BAD_INPUT if isinstance(error, ValueError) else HONEST_NO
+    return DONE
+
+
+class RecipeCLI(LightningCLI):
+    """LightningCLI for a recipe: CausalLM on InstructionData, with the checks that can be made before a launch."""
+
+    def __init__(self, argv: list[str]) -> None:
+        super().__init__(
+            CausalLM,
+            InstructionData,
+            args=argv,
+            run=False,
+            seed_everything_default=42,
+            trainer_defaults={"strategy": "auto-shard", "default_root_dir": "runs/finetune"},
+            save_config_kwargs={"overwrite": True},
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("model.path", "data.tokenizer")
+        parser.add_argument("--prepare", type=list[Path], default=[], help="Scripts to run first, for model and data.")
+        parser.add_argument(
+            "--cpu_processes", type=int, default=1, help="Processes where trainer.devices is auto and there is no GPU."
+        )
+        parser.add_argument("--json", action="store_true", help="Print the result as one JSON object and nothing else.")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Everything that is wrong with the input and can be seen now is told now, before processes are started."""
+        require_strategy(self.config.trainer.strategy)
+        for script in self.config.prepare:
+            prepare(script)
+        require_model(self.config.model.path)
+        for file in (self.config.data.train, self.config.data.validation):
+            read_rows(Path(file))
+        trainer = self.config.trainer
+        if trainer.devices == "auto":
+            trainer.devices = num_devices(trainer.accelerator, self.config.cpu_processes)
+        if self.config.json:
+            trainer.enable_progress_bar = trainer.enable_model_summary = False
+        self.console = Console(quiet=self.config.json)
+        self.report = FinetuneReport(Path(trainer.default_root_dir), self.console)
+        self.trainer_defaults["callbacks"] = [self.report]
+
+
+def run(cli: RecipeCLI) -> Outcome:
+    """Validate, fit, validate again, and print what came of it."""
+    trainer, model, data = cli.trainer, cli.model, cli.datamodule
+    trainer.validate(model, datamodule=data, verbose=False)
+    trainer.fit(model, datamodule=data)
+    trainer.validate(model, datamodule=data, verbose=False)
+    outcome = cli.report.outcome
+    if trainer.is_global_zero:
+        cli.console.print(render(outcome))
+        if cli.config.json:
+            print(json.dumps(outcome.to_dict()))
+    return outcome
+
+
+def prepare(script: Path) -> None:
+    """Run a recipe's script, which fetches or builds what is not there yet."""
+    if not script.is_file():
+        raise ValueError(
+            f"prepare names {str(script)!r}, which does not exist (looked from {Path.cwd()}). Scripts are found from "
+            "the folder the command is run in: run it where the recipe's header says, or give --prepare []."
+        )
+    code = subprocess.run([sys.executable, str(script)], check=False).returncode
+    if code:
+        raise RuntimeError(f"{script} ended with exit code {code}; its own message stands above. Nothing was trained.")
+
+
+def require_strategy(strategy: Any) -> None:
+    """Raise ValueError for a name that no strategy is registered under."""
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    if not isinstance(strategy, str) or strategy.lower() in names:
+        return
+    close = difflib.get_close_matches(strategy.lower(), names, n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"trainer.strategy={strategy!r} is not known. {meant}Give one of the registered names or a class_path. "
+        f"Registered: {', '.join(sorted(names))}."
+    )
+
+
+def num_devices(accelerator: Any, cpu_processes: int) -> int | str:
+    """What ``devices: auto`` means: what torchrun started, else all GPUs, else a number of processes."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    without = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
+    return cpu_processes if without else "auto"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error is a message of this package to its user rather than a fault underneath."""
+    last = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    return str(last.f_globals.get("__name__", "")).startswith("lightning_shard.")
+
+
+def _quiet() -> None:
+    """Leave out what says nothing about this run."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    for message in (
+        ".*LightningCLI's args parameter.*",
+        ".*does not have many workers.*",
+        ".*Checkpoint directory .* exists.*",
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,191 @@
+"""Instruction data: JSONL in, padded batches out, exact under any number of ranks."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_shard.finetune.agree import on_all_ranks
+from lightning_shard.finetune.encode import IGNORED, Example, encode
+from lightning_shard.finetune.rows import Message, Row, read_rows
+
+Batch = dict[str, Tensor]
+
+SAMPLES = 8
+"""Validation rows of which the text is kept, for sample answers."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The examples of one file, and what became of its rows."""
+
+    examples: list[Example]
+    num_rows: int
+    num_truncated: int
+    """Rows longer than ``max_seq_len``, cut at their end."""
+    num_left_out: int
+    """Rows without a token to learn, as after a cut within the prompt."""
+
+    @override
+    def __str__(self) -> str:
+        tokens = sum(len(example.input_ids) for example in self.examples)
+        labels = sum(example.num_label_tokens for example in self.examples)
+        return (
+            f"{len(self.examples):,} of {self.num_rows:,} rows, {tokens:,} tokens, {labels:,} of them learned; "
+            f"{self.num_truncated:,} rows truncated, {self.num_left_out:,} left out with nothing to learn"
+        )
+
+
+class InstructionData(LightningDataModule):
+    """Rows of ``prompt``/``completion``, ``messages`` or ``text`` from JSONL files, tokenised once.
+
+    Only completions and assistant's turns are learned, with the model's chat template. Batches hold
+    ``input_ids`` and ``labels``, both (rows, tokens), padded on the right to the longest row. The number of
+    rows is filled up to a multiple of the ranks with empty rows that count for nothing, where a distributed
+    sampler would repeat some: every rank runs the same number of batches, and each row counts once.
+
+    Args:
+        tokenizer: folder or hub id to take the tokenizer from; the model's own by default in recipes.
+        train: JSONL file to learn from.
+        validation: JSONL file to validate on.
+        max_seq_len: longest row in tokens; longer ones are cut at their end.
+        micro_batch_size: rows per rank and forward pass.
+        validation_batch_size: rows per rank in validation; by default the same.
+        pad_to_multiple: batches' lengths are multiples of this.
+        max_train_rows: use only the first rows of the file.
+        max_validation_rows: use only the first rows of the file.
+        num_workers: processes that collate batches; rows lie in memory, so 0 is usually best.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        train: str,
+        validation: str,
+        max_seq_len: int = 1024,
+        micro_batch_size: int = 1,
+        validation_batch_size: int | None = None,
+        pad_to_multiple: int = 8,
+        max_train_rows: int | None = None,
+        max_validation_rows: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tokenizer_path = tokenizer
+        self.files = {"train": Path(train), "validation": Path(validation)}
+        self.limits = {"train": max_train_rows, "validation": max_validation_rows}
+        self.max_seq_len = max_seq_len
+        self.micro_batch_size = micro_batch_size
+        self.validation_batch_size = validation_batch_size or micro_batch_size
+        self.pad_to_multiple = pad_to_multiple
+        self.num_workers = num_workers
+        self.tokenizer: Any = None
+        self.splits: dict[str, Split] = {}
+        self.sample_conversations: list[list[Message]] = []
+        """Of the first validation rows, each up to and with an assistant's last turn."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Read and tokenise both files, once; on a bad line every rank stops with the same error."""
+        if not self.splits:
+            self.splits = on_all_ranks(self._load)
+            for name, split in self.splits.items():
+                log.info("%s: %s", name, split)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Example]:
+        return self._loader("train", self.micro_batch_size, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Example]:
+        return self._loader("validation", self.validation_batch_size, shuffle=False)
+
+    def _load(self) -> dict[str, Split]:
+        from transformers import AutoTokenizer
+
+        rows = {name: read_rows(path)[: self.limits[name]] for name, path in self.files.items()}
+        self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        self.sample_conversations = _conversations(rows["validation"][:SAMPLES])
+        return {name: self._encode(name, some) for name, some in rows.items()}
+
+    def _encode(self, name: str, rows: list[Row]) -> Split:
+        return _split([encode(row, self.tokenizer) for row in rows], self.max_seq_len, self.files[name])
+
+    def _loader(self, name: str, batch_size: int, *, shuffle: bool) -> DataLoader[Example]:
+        ranks = self.trainer.world_size if self.trainer else 1
+        examples = filled_up(self.splits[name].examples, ranks, self._pad_id)
+        collate_fn = partial(collate, pad_id=self._pad_id, multiple=self.pad_to_multiple, longest=self.max_seq_len)
+        return DataLoader(
+            examples,  # type: ignore[arg-type]  # a list is a dataset
+            batch_size=batch_size,
+            shuffle=shuffle,
+            collate_fn=collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    @property
+    def _pad_id(self) -> int:
+        """Any token will do: padding is never learned, and nothing looks back at it."""
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id or 0) if pad is None else int(pad)
+
+
+def filled_up(examples: Sequence[Example], ranks: int, pad_id: int) -> list[Example]:
+    """The examples and as many empty ones as make their number a multiple of the ranks."""
+    empty = Example([pad_id], [IGNORED])
+    return [*examples, *[empty] * (-len(examples) % ranks)]
+
+
+def collate(examples: Sequence[Example], *, pad_id: int, multiple: int, longest: int) -> Batch:
+    """A batch padded on the right to its longest row, rounded up to ``multiple`` but not beyond ``longest``.
+
+    There is no attention mask: under causal attention no token looks at the padding to its right.
+    """
+    length = max(len(example.input_ids) for example in examples)
+    length = max(length, min(-(-length // multiple) * multiple, longest))
+    return {
+        "input_ids": _padded([example.input_ids for example in examples], length, pad_id),
+        "labels": _padded([example.labels for example in examples], length, IGNORED),
+    }
+
+
+def _padded(rows: list[list[int]], length: int, value: int) -> Tensor:
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows], dtype=torch.long)
+
+
+def _conversations(rows: list[Row]) -> list[list[Message]]:
+    found = []
+    for row in rows:
+        turns = list(row.messages or [])
+        while turns and turns[-1]["role"] != "assistant":
+            turns.pop()
+        if len(turns) > 1:
+            found.append(turns)
+    return found
+
+
+def _split(examples: list[Example], longest: int, path: Path) -> Split:
+    cut = [example.cut(longest) for example in examples]
+    kept = [example for example in cut if example.num_label_tokens]
+    if not kept:
+        raise ValueError(
+            f"{path}: none of its {len(examples)} rows has a token to learn within max_seq_len={longest}. "
+            "Raise max_seq_len, or shorten the prompts."
+        )
+    return Split(
+        examples=kept,
+        num_rows=len(examples),
+        num_truncated=sum(len(example.input_ids) > longest for example in examples),
+        num_left_out=len(cut) - len(kept),
+    )

@@ -1,0 +1,142 @@
+"""What a fine-tuning run tells: its plan, its losses, sample answers and where the result lies."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from lightning_shard.finetune.data import InstructionData
+from lightning_shard.finetune.export import save
+from lightning_shard.finetune.generate import answer
+from lightning_shard.finetune.model import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A question of the validation set, its reference and the trained model's answer."""
+
+    question: str
+    reference: str
+    answer: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What came of a run."""
+
+    val_losses: list[float] = field(default_factory=list)
+    """Of each validation outside of training: the first is before, the last after."""
+    samples: list[Sample] = field(default_factory=list)
+    folder: Path | None = None
+    """Where the result was written."""
+    adapter: bool = False
+    """Whether that is a PEFT adapter; a whole model otherwise."""
+    steps: int = 0
+    """Optimizer steps."""
+    seconds: float = 0.0
+    """Of the whole run, after start-up."""
+
+    @property
+    def change(self) -> float:
+        """Relative change of the validation loss, negative where it fell."""
+        return self.val_losses[-1] / self.val_losses[0] - 1 if self.val_losses else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "val_loss_before": self.val_losses[0] if self.val_losses else None,
+            "val_loss_after": self.val_losses[-1] if self.val_losses else None,
+            "val_loss_change": self.change,
+            "samples": [asdict(sample) for sample in self.samples],
+            "adapter" if self.adapter else "model": None if self.folder is None else str(self.folder.resolve()),
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+class FinetuneReport(Callback):
+    """Prints the plan, keeps the losses, and when training ends writes the result and asks for sample answers.
+
+    Args:
+        folder: the run's folder; the result is its ``adapter`` or ``model``.
+        console: where the plan is printed.
+        num_samples: how many questions of the validation set to ask.
+    """
+
+    def __init__(self, folder: Path, console: Console, num_samples: int = 2) -> None:
+        self.folder = folder
+        self.console = console
+        self.num_samples = num_samples
+        self.outcome = Outcome()
+        self._start = time.monotonic()
+        self._shown = ""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_plan(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_plan(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self.outcome.val_losses.append(float(trainer.callback_metrics["val_loss"]))
+            self.outcome.seconds = time.monotonic() - self._start
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """While the model is still on its devices, in its layout: every rank takes part."""
+        data: InstructionData = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(pl_module, CausalLM)
+        outcome = self.outcome
+        outcome.steps, outcome.adapter = trainer.global_step, pl_module.lora is not None
+        outcome.folder = self.folder / ("adapter" if outcome.adapter else "model")
+        save(pl_module.model, outcome.folder, data.tokenizer, writes=trainer.is_global_zero)
+        for messages in data.sample_conversations[: self.num_samples]:
+            *asked, reference = messages
+            reply = answer(pl_module.model, data.tokenizer, asked)
+            outcome.samples.append(Sample(asked[-1]["content"], reference["content"], reply))
+
+    def _show_plan(self, trainer: Trainer) -> None:
+        text = describe_plan(trainer.strategy)
+        if trainer.is_global_zero and text != self._shown:
+            self.console.print(Panel(Text(text), title="Plan", title_align="left"))
+            self._shown = text
+
+
+def describe_plan(strategy: Any) -> str:
+    """How the run is laid out, and why, in the strategy's own words."""
+    decision = getattr(strategy, "decision", None)
+    if decision is not None:
+        return str(decision)
+    plan = getattr(strategy, "plan", None)
+    layout = type(strategy).__name__ if plan is None else str(plan)
+    return f"{layout}, as the recipe says: nothing was decided."
+
+
+def render(outcome: Outcome) -> Table:
+    """The end of a run, to print."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if outcome.val_losses:
+        before, after = outcome.val_losses[0], outcome.val_losses[-1]
+        table.add_row("Validation loss", f"{before:.4f} before, {after:.4f} after ({outcome.change:+.1%})")
+    for sample in outcome.samples:
+        table.add_row("Question", Text(sample.question))
+        table.add_row("  reference", Text(sample.reference))
+        table.add_row("  answer", Text(sample.answer))
+    table.add_row("Run", f"{outcome.steps} optimizer steps; {outcome.seconds:.0f} s with both validations")
+    if outcome.folder is not None:
+        table.add_row("Adapter" if outcome.adapter else "Model", Text(str(outcome.folder.resolve())))
+    return table
