@@ -14,6 +14,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+__all__ = [
+    "NAMESPACE",
+    "DDPStrategy",
+    "DoublePrecision",
+    "HalfPrecision",
+    "LightningModule",
+    "MixedPrecision",
+    "Precision",
+    "Trainer",
+    "TrainerFn",
+    "evaluation_loaders",
+    "fsdp_reset",
+    "fsdp_root_init",
+    "fsdp_watch_loss",
+    "is_peft_wrapper",
+    "isolate_rng",
+    "train_loaders",
+]
+
 NAMESPACE = (
     "pytorch_lightning"
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -30,6 +49,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.seed import isolate_rng
 else:
     LightningModule = importlib.import_module(NAMESPACE).LightningModule
     Trainer = importlib.import_module(NAMESPACE).Trainer
@@ -39,6 +59,7 @@ else:
     Precision = _lightning("plugins.precision").Precision
     DDPStrategy = _lightning("strategies").DDPStrategy
     TrainerFn = _lightning("trainer.states").TrainerFn
+    isolate_rng = _lightning("utilities.seed").isolate_rng
 
 
 def fsdp_root_init(root: FSDPModule) -> None:

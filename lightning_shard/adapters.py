@@ -84,8 +84,8 @@ def require_targets(model: nn.Module, targets: str | list[str] | None) -> None:
             {name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()} or set(names)
         )
         raise ValueError(
-            f"target_modules {', '.join(map(repr, missing))} match no layer of {type(model).__name__}. An adapter must sit on "
-            f"a layer that exists; the names available: {', '.join(available)}."
+            f"target_modules {', '.join(map(repr, missing))} match no layer of {type(model).__name__}. An adapter "
+            f"must sit on a layer that exists; the names available: {', '.join(available)}."
         )
 
 

@@ -62,8 +62,8 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping
     current = optimizer.state_dict()
     if len(saved["param_groups"]) != len(current["param_groups"]):
         raise RuntimeError(
-            f"The checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this run's {type(optimizer).__name__} "
-            f"has {len(current['param_groups'])}. Build the same groups in configure_optimizers."
+            f"The checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this run's "
+            f"{type(optimizer).__name__} has {len(current['param_groups'])}. Build the same groups in configure_optimizers."
         )
     state: dict[int, Any] = {}
     for saved_group, group, now in zip(

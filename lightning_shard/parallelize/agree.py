@@ -42,8 +42,8 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _fingerprint(tensor: Tensor) -> str:
     digest = hashlib.blake2b(digest_size=16)
     flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-    for chunk in flat.split(CHUNK_BYTES):
-        digest.update(memoryview(chunk.cpu().numpy()))
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        digest.update(flat[start : start + CHUNK_BYTES].cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -60,7 +60,8 @@ def _require_same_tensors(all_ranks: list[dict[str, tuple[tuple[int, ...], str, 
         if other != shapes[0]:
             names = sorted({n for n in {**other, **shapes[0]} if other.get(n) != shapes[0].get(n)})
             raise RuntimeError(
-                f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in name, shape "
-                f"or type, the first is {names[0]!r} (rank 0: {shapes[0].get(names[0])}, rank {rank}: "
-                f"{other.get(names[0])}). Every rank must build the same module: do not let the rank decide sizes or layers."
+                f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in "
+                f"name, shape or type, the first is {names[0]!r} (rank 0: {shapes[0].get(names[0])}, rank {rank}: "
+                f"{other.get(names[0])}). Every rank must build the same module: do not let the rank decide "
+                "sizes or layers."
             )

@@ -152,8 +152,8 @@ def _require_initialised(module: nn.Module, module_name: str, names: list[str]) 
         tensor = tensors[name]
         if tensor is not None and _has_poison(tensor.detach()):
             raise RuntimeError(
-                f"{module_name}.{name} is on the meta device and {type(module).__name__} gives no way to initialise it. "
-                "Give the class a reset_parameters() that fills all its tensors, or build the module on the CPU."
+                f"{module_name}.{name} is on the meta device and {type(module).__name__} gives no way to initialise "
+                "it. Give the class a reset_parameters() that fills all its tensors, or build the module on the CPU."
             )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard._compat import fsdp_root_init
+from lightning_shard.parallelize.cast import cast_tensors
 from lightning_shard.parallelize.storage import to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
 from lightning_shard.plans import Plan
@@ -55,7 +56,7 @@ def shard(
     if not isinstance(units.root, FSDPModule):
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), **common)
     _prefetch(units, plan.prefetch)
-    _open_root(units.root, forward_methods)
+    _open_root(units.root, policy.param_dtype, forward_methods)
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
@@ -88,7 +89,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def _prefetch(units: Units, depth: int) -> None:
-    blocks = [block for _, block in units.blocks if isinstance(block, FSDPModule)]
+    blocks: list[FSDPModule] = [block for _, block in units.blocks if isinstance(block, FSDPModule)]
     if depth < 2:
         return  # FSDP gathers one unit ahead by itself
     for i, block in enumerate(blocks):
@@ -96,24 +97,25 @@ def _prefetch(units: Units, depth: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
 
 
-def _open_root(root: nn.Module, forward_methods: tuple[str, ...]) -> None:
+def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_methods: tuple[str, ...]) -> None:
     """Let every way of computing with the root's own weights find them gathered.
 
     The step methods count as its forward. A layer that belongs to the root's group may also be called on
     its own (``generate``, ``encode``, a hook, the second loss of manual optimization): it gathers the
-    root's group first when that is sharded.
+    root's group first when that is sharded, and casts its inputs as FSDP does for a unit.
     """
     assert isinstance(root, FSDPModule)
     for method in (*STEP_METHODS, *forward_methods):
         if hasattr(root, method):
             register_fsdp_forward_method(root, method)
 
-    def gather_root(layer: nn.Module, _: Any) -> None:
+    def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if any(isinstance(p, DTensor) for p in layer.parameters(recurse=False)):
             root.unshard()
+        return cast_tensors(args, compute_dtype), cast_tensors(kwargs, compute_dtype)
 
     for layer in _root_layers(root):
-        layer.register_forward_pre_hook(gather_root, prepend=True)
+        layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     fsdp_root_init(root)
 
 

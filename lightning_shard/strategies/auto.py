@@ -8,9 +8,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard._compat import Trainer
+from lightning_shard.hardware import Cluster
 from lightning_shard.planner import Decision, choose
 from lightning_shard.plans import Plan
-from lightning_shard.specs import Cluster, Estimate, ModelSpec, TrainSpec
+from lightning_shard.specs import ModelSpec, TrainSpec
 from lightning_shard.strategies.base import PlanStrategy
 from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory
 
@@ -103,6 +104,9 @@ class AutoShardStrategy(PlanStrategy):
             raise answer
         assert answer is not None
         return self._require_fit(answer)
+
+    def _describe(self, memory: int) -> Cluster:
+        return self._cluster or describe_cluster(self.root_device, self.num_nodes, self.num_processes, memory)
 
     def _require_fit(self, decision: Decision) -> Decision:
         if not decision.fits:

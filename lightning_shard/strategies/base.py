@@ -92,8 +92,8 @@ class PlanStrategy(DDPStrategy):
         tp = self._layout.plan.tp if self._layout is not None else 1
         return {"num_replicas": self.world_size // tp, "rank": self.global_rank // tp}
 
+    @override  # type: ignore[misc]
     @property
-    @override
     def precision_plugin(self) -> PrecisionPlugin:
         return super().precision_plugin
 
@@ -172,8 +172,8 @@ class PlanStrategy(DDPStrategy):
         wanted = self.fixed_plan()
         if before.plan.world_size != self.world_size or (wanted is not None and wanted != before.plan):
             raise RuntimeError(
-                f"This module was already sharded for another plan ({before.plan.to_json()}). A sharded module cannot be laid "
-                "out anew: build a new one, and load a checkpoint of this one into it."
+                f"This module was already sharded for another plan ({before.plan.to_json()}). A sharded module "
+                "cannot be laid out anew: build a new one, and load a checkpoint of this one into it."
             )
 
     def fixed_plan(self) -> Plan | None:
@@ -219,9 +219,9 @@ class PlanStrategy(DDPStrategy):
         names = unsynced_parameters(self._root, sharded=self.sharded)
         if names:
             raise RuntimeError(
-                f"{len(names)} trainable parameters were added after the module was sharded and no gradient reduction covers "
-                f"them, the first is {names[0]!r}: every rank would train its own. Add layers and adapters in __init__ or "
-                "configure_model."
+                f"{len(names)} trainable parameters were added after the module was sharded and no gradient reduction "
+                f"covers them, the first is {names[0]!r}: every rank would train its own. Add layers and adapters in "
+                "__init__ or configure_model."
             )
 
     # --- the step ------------------------------------------------------------------------------------

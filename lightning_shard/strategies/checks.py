@@ -31,23 +31,23 @@ def require_optimizers_over_module(optimizers: Sequence[Optimizer], module: nn.M
         stale = [p for p in held if id(p) not in known]
         if stale:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters that are not (or no longer) parameters "
-                f"of {type(module).__name__}; the first has shape {tuple(stale[0].shape)}. They were collected before the module "
-                "was sharded. Build the optimizer from self.parameters() inside configure_optimizers."
+                f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters that are not (or no longer) "
+                f"parameters of {type(module).__name__}; the first has shape {tuple(stale[0].shape)}. They were collected "
+                "before the module was sharded. Build the optimizer from self.parameters() inside configure_optimizers."
             )
 
 
 def require_used(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError naming the trainable parameters that took no part in the last backward."""
-    if ddp.find_unused_parameters or ddp.static_graph:
+    if ddp.find_unused_parameters or ddp.static_graph or not ddp.require_backward_grad_sync:
         return
     unused = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
         raise RuntimeError(
-            f"{len(unused)} trainable parameters took no part in this step's loss, so their gradients were not reduced: {shown}. "
-            "Freeze them, use them in the loss, or pass TunedDDPStrategy(find_unused_parameters=True) when they are used in "
-            "other steps."
+            f"{len(unused)} trainable parameters took no part in this step's loss, so their gradients were not reduced: "
+            f"{shown}. Freeze them, use them in the loss, or pass TunedDDPStrategy(find_unused_parameters=True) when they "
+            "are used in other steps."
         )
 
 
@@ -55,6 +55,6 @@ def require_supported_precision(plan: Plan, precision: Precision) -> None:
     """Raise ValueError for a precision that a sharded plan cannot run."""
     if plan.strategy == "fsdp2" and precision.name == "16-mixed":
         raise ValueError(
-            "precision='16-mixed' needs a gradient scaler whose decision agrees on all shards, which sharded plans do not have "
-            "yet. Use precision='bf16-mixed' or 'bf16-true'."
+            "precision='16-mixed' needs a gradient scaler whose decision agrees on all shards, which sharded plans do "
+            "not have yet. Use precision='bf16-mixed' or 'bf16-true'."
         )

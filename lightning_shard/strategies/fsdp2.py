@@ -53,8 +53,8 @@ class FSDP2Strategy(PlanStrategy):
         dp_shard = self._dp_shard or self.world_size
         if self.world_size % dp_shard:
             raise ValueError(
-                f"dp_shard={dp_shard} does not divide the {self.world_size} ranks that were launched: each copy takes dp_shard "
-                "ranks. Use a divisor, or launch a multiple."
+                f"dp_shard={dp_shard} does not divide the {self.world_size} ranks that were launched: each copy takes "
+                "dp_shard ranks. Use a divisor, or launch a multiple."
             )
         fields = dict(self._fields)
         if dp_shard == 1:  # nothing is sharded, so nothing is resharded

@@ -98,7 +98,7 @@ def translate(plugin: PrecisionPlugin) -> ShardAwarePrecision:
     if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
         return MasterHalfPrecision("bf16-true")
     if type(plugin) is MixedPrecision:
-        mixed = MasterMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+        mixed = MasterMixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         mixed.meaning = find_precision(plugin.precision)
         return mixed
     find_precision(getattr(plugin, "precision", type(plugin).__name__))  # raises with the list of what is known

@@ -1,0 +1,177 @@
+"""What an auto strategy reads off a run before it plans: the batch, the optimizer, the devices."""
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_shard._compat import LightningModule, Trainer, TrainerFn, evaluation_loaders, isolate_rng, train_loaders
+from lightning_shard.hardware import HOST, Cluster, Device, find_device, link_between_nodes, link_inside_node
+from lightning_shard.specs import OPTIMIZERS, TrainSpec
+
+log = logging.getLogger(__name__)
+
+DEFAULT_OPTIMIZER = "adamw"
+
+
+def describe_training(trainer: Trainer, module: LightningModule, precision: str) -> TrainSpec:
+    """The TrainSpec of this run. Every rank calls it: the optimizer hook may use collectives.
+
+    The batch is the longest allowed one where the data module or the module has a ``max_seq_len``, else the
+    first rows of the training data, collated as the loader would (nothing is consumed: random state and
+    iterable data sets are left alone).
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    batch_size, length = _batch(train_loaders(trainer) if fitting else evaluation_loaders(trainer))
+    longest = next((n for n in map(_max_seq_len, (_datamodule(trainer), module)) if n), None)
+    optimizer, implementation = _optimizer(module, trainer) if fitting else (DEFAULT_OPTIMIZER, "loop")
+    return TrainSpec(
+        micro_batch_size=batch_size or 1,
+        seq_len=longest or length or 1,
+        accumulate=trainer.accumulate_grad_batches,
+        precision=precision,
+        optimizer=optimizer,
+        optimizer_implementation=implementation,  # type: ignore[arg-type]
+        attention=_attention(module),  # type: ignore[arg-type]
+    )
+
+
+def free_device_memory(device: torch.device, num_local: int) -> int:
+    """Bytes this process may use: what is free on its accelerator, or its share of the host's free memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, _host_available(available) // max(1, num_local))
+
+
+def describe_cluster(device: torch.device, num_nodes: int, num_local: int, memory_bytes: int) -> Cluster:
+    """The cluster of this run, for the planner. An accelerator that the table does not know is said to be unknown."""
+    row = HOST if device.type == "cpu" else _accelerator(device)
+    return Cluster(
+        num_nodes=num_nodes,
+        devices_per_node=num_local,
+        device=row,
+        device_memory_bytes=memory_bytes,
+        intra_link=link_inside_node(row.intra_link),
+        inter_link=link_between_nodes(row.intra_link),
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+    )
+
+
+def _accelerator(device: torch.device) -> Device:
+    name = torch.cuda.get_device_name(device)
+    row = find_device(name)
+    if row is None:
+        log.warning("%s is not in the hardware table: the plan's memory is right, its step time is not known.", name)
+        row = dataclasses.replace(HOST, name=f"unknown ({name})", match=(), source="none: not in the table")
+    return row
+
+
+def _host_available(default: int) -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = {key: int(rest.split()[0]) * 1024 for key, rest in (line.split(":", 1) for line in lines)}
+    except FileNotFoundError:  # not Linux: the free pages are what there is to know
+        return default
+    return found.get("MemAvailable", default)
+
+
+def _datamodule(trainer: Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)
+
+
+def _max_seq_len(owner: Any) -> int | None:
+    value = getattr(owner, "max_seq_len", None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _batch(loaders: Any) -> tuple[int | None, int | None]:
+    """Rows and tokens per row of one batch; None where they cannot be known without consuming data."""
+    loader = _first_loader(loaders)
+    if loader is None:
+        return None, None
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        log.warning(
+            "The length of an iterable data set is not known before it is read: planned for single tokens. Give the data "
+            "module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
+        )
+        return size, None
+    with isolate_rng():
+        rows = _collated(loader, size)
+    shape = _shape(rows)
+    return size or (shape[0] if shape else None), shape[1] if shape else None
+
+
+def _collated(loader: "DataLoader[Any]", size: int | None) -> Any:
+    dataset: Any = loader.dataset
+    if size is None or loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])
+
+
+def _first_loader(loaders: Any) -> "DataLoader[Any] | None":
+    if isinstance(loaders, DataLoader):
+        return loaders
+    inner = getattr(loaders, "iterables", loaders)
+    values = list(inner.values()) if isinstance(inner, dict) else inner if isinstance(inner, (list, tuple)) else []
+    return next((found for value in values if (found := _first_loader(value)) is not None), None)
+
+
+def _shape(batch: Any) -> tuple[int, int] | None:
+    """(rows, tokens): from the first matrix of integers, else rows of the first tensor and one token."""
+    tensors = list(_tensors(batch))
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point():
+            return tensor.shape[0], tensor.shape[1]
+    return next(((t.shape[0], 1) for t in tensors if t.dim()), None)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for _, item in value.items():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _optimizer(module: LightningModule, trainer: Trainer) -> tuple[str, str]:
+    """Name and implementation of the optimizer with the most parameters, from the module's own hook."""
+    found = [value for value in _flatten(module.configure_optimizers()) if isinstance(value, Optimizer)]
+    if not found:
+        return "sgd", "loop"
+    heaviest = max(found, key=lambda o: sum(p.numel() for group in o.param_groups for p in group["params"]))
+    group = heaviest.param_groups[0]
+    name = type(heaviest).__name__.lower()
+    if name == "sgd" and group.get("momentum"):
+        name = "sgd-momentum"
+    if name not in OPTIMIZERS:
+        log.warning("The state of %s is not known: planned as AdamW's.", type(heaviest).__name__)
+        name = DEFAULT_OPTIMIZER
+    on_device = trainer.strategy.root_device.type != "cpu"
+    foreach = group.get("foreach") or (group.get("foreach") is None and on_device)
+    return name, "fused" if group.get("fused") else "foreach" if foreach else "loop"
+
+
+def _flatten(value: Any) -> Any:
+    if isinstance(value, dict):
+        yield from _flatten(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _attention(module: LightningModule) -> str:
+    kinds = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in module.modules()}
+    return "eager" if "eager" in kinds else "sdpa"
