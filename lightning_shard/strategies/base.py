@@ -1,6 +1,6 @@
 """One engine for every plan: Lightning's hooks, as thin as they can be."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -10,20 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard._compat import DDPStrategy, LightningModule, Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
 from lightning_shard._compat import Precision as PrecisionPlugin
-from lightning_shard.checkpoint.consolidated import (
-    gather_module_state,
-    gather_optimizer_state,
-    load_module_state,
-    load_optimizer_state,
-)
+from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
-from lightning_shard.parallelize.shard import allocate_outside_inference_mode, reshard_all
-from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
+from lightning_shard.parallelize.shard import allocate_outside_inference_mode
+from lightning_shard.plans import Plan
 from lightning_shard.strategies.checks import (
     require_optimizers_over_module,
     require_supported_precision,
@@ -31,26 +24,39 @@ from lightning_shard.strategies.checks import (
     require_used,
 )
 from lightning_shard.strategies.precision import ShardAwarePrecision, translate
+from lightning_shard.strategies.state import PortableStateStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LAID_OUT = "_lightning_shard_layout"
 
 
-class PlanStrategy(DDPStrategy):
+class PlanStrategy(PortableStateStrategy):
     """Runs any LightningModule under a Plan, replicated or sharded.
 
     A subclass of Lightning's DDPStrategy, so that samplers, compiled modules and other people's
     ``isinstance`` checks treat it as the data-parallel strategy it is. Subclasses say which plan.
+
+    Args:
+        forward_methods: methods of the LightningModule besides the steps that compute with its own weights.
+        weights_only: how a checkpoint is unpickled; None leaves it to torch (nothing but tensors and plain
+            values). ``Trainer.fit(weights_only=...)`` does not reach a strategy that restores after setup.
+        timeout: of a collective.
+        ddp: anything else that Lightning's DDPStrategy or torch's DistributedDataParallel takes.
     """
 
     def __init__(
-        self, *, forward_methods: tuple[str, ...] = (), timeout: timedelta = DEFAULT_TIMEOUT, **ddp: Any
+        self,
+        *,
+        forward_methods: tuple[str, ...] = (),
+        weights_only: bool | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **ddp: Any,
     ) -> None:
         ddp.setdefault("gradient_as_bucket_view", True)
         ddp.setdefault("find_unused_parameters", False)
         super().__init__(timeout=timeout, **ddp)
         self._forward_methods = forward_methods
-        self._layout: Parallelized | None = None
+        self._weights_only = weights_only
         self._mesh: DeviceMesh | None = None
         self._synced_once = False
 
@@ -60,31 +66,7 @@ class PlanStrategy(DDPStrategy):
         """The plan for this run; called once the real module is known, on all ranks."""
         raise NotImplementedError
 
-    @property
-    def plan(self) -> Plan:
-        """The plan in force.
-
-        Raises:
-            RuntimeError: before the Trainer has set the strategy up.
-        """
-        if self._layout is None:
-            raise RuntimeError(
-                "The plan is known once the Trainer has set up the run: read it in or after on_fit_start."
-            )
-        return self._layout.plan
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the module in use is sharded."""
-        return self._layout is not None and self._layout.sharded
-
     # --- Lightning's set-up hooks ----------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # Lightning reads this before setup, when an auto strategy does not know its plan: always the same answer.
-        return True
 
     @property
     @override
@@ -92,8 +74,7 @@ class PlanStrategy(DDPStrategy):
         tp = self._layout.plan.tp if self._layout is not None else 1
         return {"num_replicas": self.world_size // tp, "rank": self.global_rank // tp}
 
-    @override  # type: ignore[misc]
-    @property
+    @property  # type: ignore[explicit-override]  # @override does not reach the setter
     def precision_plugin(self) -> PrecisionPlugin:
         return super().precision_plugin
 
@@ -135,6 +116,7 @@ class PlanStrategy(DDPStrategy):
     def _setup_training(self, trainer: Trainer) -> None:
         assert isinstance(self.model, nn.Module)
         require_trainable(self.model)
+        self._rest()
         if not self.sharded and self.world_size > 1:
             self.configure_ddp()
         self._reset_optimizers_and_schedulers()
@@ -194,28 +176,12 @@ class PlanStrategy(DDPStrategy):
             self.precision_plugin.policy_casts = self.sharded
 
     @override
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        # Every rank's start has been compared and mended by now (agree_on_start): DDP need not send it all again.
-        self._ddp_kwargs["init_sync"] = False
-        trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        cap_mb = self.plan.bucket_cap_mb or tuned_bucket_bytes(trainable, self.world_size) / MIB
-        self._ddp_kwargs["bucket_cap_mb"] = cap_mb
-        self._ddp_kwargs["static_graph"] = self.plan.static_graph
-        return super()._setup_model(model)
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        # Lightning drops communication hooks in silence off CUDA; gloo runs most of them, and refuses the rest itself.
-        if self._ddp_comm_hook is not None and isinstance(self.model, DistributedDataParallel):
-            hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
-            self.model.register_comm_hook(self._ddp_comm_state, hook)
-
-    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._require_synced()
 
     def _require_synced(self) -> None:
+        self._rest()
         names = unsynced_parameters(self._root, sharded=self.sharded)
         if names:
             raise RuntimeError(
@@ -287,35 +253,6 @@ class PlanStrategy(DDPStrategy):
         # same: the mean of this micro-batch joins the gradients that the last one averages.
         return isinstance(self.model, DistributedDataParallel) and self.model.static_graph and not self._synced_once
 
-    # --- state ---------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_module_state(self._root) if self.sharded else super().lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self.sharded:
-            super().load_model_state_dict(checkpoint, strict=strict)
-            return
-        reshard_all(self._root)
-        load_module_state(self._root, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if hasattr(optimizer, "consolidate_state_dict"):
-            return super().optimizer_state(optimizer)
-        if self.sharded:
-            reshard_all(self._root)
-        return gather_optimizer_state(self._root, _plain(optimizer), keep=self.is_global_zero)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.sharded:
-            reshard_all(self._root)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_optimizer_state(self._root, _plain(optimizer), state)
-
     # --- the end -------------------------------------------------------------------------------------
 
     @override
@@ -340,18 +277,6 @@ class PlanStrategy(DDPStrategy):
     # --- small things --------------------------------------------------------------------------------
 
     @property
-    def _root(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def _shard_precision(self) -> ShardAwarePrecision:
         plugin = self.precision_plugin
         return plugin if isinstance(plugin, ShardAwarePrecision) else translate(plugin)
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The torch optimizer behind Lightning's wrapper."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    assert isinstance(inner, Optimizer)
-    return inner

@@ -1,0 +1,78 @@
+"""What every layout needs: which plan is in force, and DDP's wrapper for the replicated ones."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_shard._compat import DDPStrategy, LightningModule
+from lightning_shard.parallelize import Parallelized
+from lightning_shard.parallelize.shard import reshard_all
+from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
+
+
+class LaidOutStrategy(DDPStrategy):
+    """A DDPStrategy whose module has been laid out by a Plan, or will be."""
+
+    _layout: Parallelized | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force.
+
+        Raises:
+            RuntimeError: before the Trainer has set the strategy up.
+        """
+        if self._layout is None:
+            raise RuntimeError(
+                "The plan is known once the Trainer has set up the run: read it in or after on_fit_start."
+            )
+        return self._layout.plan
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the module in use is sharded."""
+        return self._layout is not None and self._layout.sharded
+
+    @property
+    def _root(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _rest(self) -> None:
+        """Have parameters be the shards that optimizers and checkpoints know, not their gathered copies."""
+        if self.sharded:
+            reshard_all(self._root)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # Every rank's start has been compared and mended by now (agree_on_start): DDP need not send it all again.
+        self._ddp_kwargs["init_sync"] = False
+        trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        cap_mb = self.plan.bucket_cap_mb or tuned_bucket_bytes(trainable, self.world_size) / MIB
+        self._ddp_kwargs["bucket_cap_mb"] = cap_mb
+        self._ddp_kwargs["static_graph"] = self.plan.static_graph
+        with self._buffers_sent_only_if_saved(model):
+            return super()._setup_model(model)
+
+    @contextmanager
+    def _buffers_sent_only_if_saved(self, model: nn.Module) -> Generator[None, None, None]:
+        """DDP broadcasts all buffers in every step: needless where all of them are derived constants (rotary tables)."""
+        if "broadcast_buffers" in self._ddp_kwargs:
+            yield
+            return
+        saved = model.state_dict().keys()
+        self._ddp_kwargs["broadcast_buffers"] = any(name in saved for name, _ in model.named_buffers())
+        try:
+            yield
+        finally:
+            del self._ddp_kwargs["broadcast_buffers"]
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning drops communication hooks in silence off CUDA; gloo runs most of them, and refuses the rest itself.
+        if self._ddp_comm_hook is not None and isinstance(self.model, DistributedDataParallel):
+            hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
