@@ -10,7 +10,7 @@ Message = dict[str, str]
 
 RULE = (
     "Each line is one JSON object with the keys 'prompt' and 'completion', or 'messages' "
-    "(a list of {\"role\": ..., \"content\": ...} with an assistant's turn among them), or 'text'; every value is text."
+    '(a list of {"role": ..., "content": ...} with an assistant\'s turn among them), or \'text\'; every value is text.'
 )
 
 
