@@ -1,0 +1,132 @@
+"""One block's activations: what it keeps, what a recomputing block keeps, and what backward makes on the way."""
+
+from dataclasses import dataclass
+
+from lightning_shard.activations import parts
+from lightning_shard.activations.linears import find_linears, norms_train
+from lightning_shard.activations.tape import Setting, Tape
+from lightning_shard.specs import Architecture, ModelSpec, TrainSpec, UnitSpec, dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockActivations:
+    """Bytes of one block for one micro-batch."""
+
+    kept_bytes: int
+    """Kept from forward to backward."""
+    input_bytes: int
+    """Kept where the block recomputes: its input."""
+    gradient_bytes: int
+    """Gradients of activations alive at the heaviest point of the block's backward."""
+    exact: bool
+    """Derived from the architecture; False means estimated from shapes."""
+
+
+def block_activations(model: ModelSpec, unit: UnitSpec, train: TrainSpec) -> BlockActivations:
+    """The activations of one repetition of a block."""
+    c = compute_bytes(train, unit)
+    arch = model.architecture
+    tokens = num_tokens(model, train)
+    if arch is None or not any(use.reads != "other" for use in find_linears(unit).uses):
+        return _coarse(unit, c, tokens)
+    setting = _setting(model, unit, train, c)
+    tape = saved_by_block(arch, unit, setting)
+    return BlockActivations(
+        kept_bytes=int(tape.bytes_per_token * tokens),
+        input_bytes=c * arch.hidden * tokens,
+        gradient_bytes=_gradients(arch, c) * tokens,
+        exact=True,
+    )
+
+
+def compute_bytes(train: TrainSpec, unit: UnitSpec) -> int:
+    """Bytes of an element in the type the block computes in."""
+    compute = train.precision_row.compute_dtype
+    if compute is not None:
+        return dtype_bytes(compute)
+    return max((tensor.element_bytes for tensor in unit.tensors), default=4)
+
+
+def num_tokens(model: ModelSpec, train: TrainSpec) -> int:
+    """Positions per device and forward: fixed by the input for images."""
+    arch = model.architecture
+    if arch is not None and arch.tokens_per_sample is not None:
+        return train.micro_batch_size * arch.tokens_per_sample
+    return train.tokens
+
+
+def saved_by_block(arch: Architecture, unit: UnitSpec, setting: Setting) -> Tape:
+    """What autograd keeps of one block, per token."""
+    tape = Tape()
+    parts.norm(tape, arch, setting, "first norm", "first residual")
+    parts.attention(tape, arch, setting)
+    parts.residual_dropout(tape, arch, setting, "attention")
+    if _has_cross_attention(unit):
+        parts.norm(tape, arch, setting, "cross norm", "cross residual")
+        parts.attention(tape, arch, setting, "cross")
+        parts.residual_dropout(tape, arch, setting, "cross")
+    if arch.norms_per_block > 1:
+        parts.norm(tape, arch, setting, "second norm", "first residual" if arch.parallel_block else "second residual")
+    for extra in range(arch.norms_per_block - 2):  # Gemma normalises both branches' outputs too
+        parts.norm(tape, arch, setting, f"branch norm {extra}", f"branch output {extra}")
+    if _is_mixture(arch, unit):
+        parts.experts(tape, arch, setting, trained=_experts_train(unit))
+    else:
+        parts.mlp(tape, arch, setting, ffn=_ffn(arch, setting))
+    parts.residual_dropout(tape, arch, setting, "mlp")
+    return tape
+
+
+def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Setting:
+    adapter, arch = model.adapter, model.architecture
+    assert arch is not None
+    own = None if adapter is None or adapter.compute_dtype is None else dtype_bytes(adapter.compute_dtype)
+    return Setting(
+        compute_bytes=c,
+        norms_train=norms_train(unit),
+        linears=find_linears(unit),
+        adapter_dropout=0.0 if adapter is None else adapter.dropout,
+        adapter_bytes=own,
+        training_dropout=arch.dropout,
+        attention_dropout=arch.attention_dropout,
+        seq_len=arch.tokens_per_sample or train.seq_len,
+        eager=train.attention == "eager",
+    )
+
+
+def _gradients(arch: Architecture, c: int) -> int:
+    """Gradients at the start of the MLP's backward: of its output, its product and the two factors."""
+    ffn = arch.expert_ffn * arch.experts_per_token if arch.experts else arch.ffn
+    return c * (arch.hidden + (2 if arch.gated_mlp else 1) * ffn)
+
+
+def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
+    """From shapes alone: every matrix keeps its input and its output, every vector a normalisation in FP32."""
+    matrices = [tensor.shape for tensor in unit.tensors if len(tensor.shape) >= 2 and not tensor.adapter]
+    vectors = [t.shape[0] for t in unit.tensors if len(t.shape) == 1 and t.name.endswith("weight") and not t.adapter]
+    elements = sum(shape[0] + shape[1] for shape in matrices)
+    widest = max((max(shape[0], shape[1]) for shape in matrices), default=1)
+    return BlockActivations(
+        kept_bytes=(c * elements + 4 * sum(vectors)) * tokens,
+        input_bytes=c * min((shape[-1] for shape in matrices), default=1) * tokens,
+        gradient_bytes=2 * c * widest * tokens,
+        exact=False,
+    )
+
+
+def _ffn(arch: Architecture, setting: Setting) -> int:
+    """Width of the MLP's middle, from the block itself where its layers tell (a dense block of a mixture)."""
+    middle = setting.linears.reading("mlp_mid")
+    return middle[0].num_in if middle else arch.ffn
+
+
+def _is_mixture(arch: Architecture, unit: UnitSpec) -> bool:
+    return bool(arch.experts) and any("experts" in tensor.name for tensor in unit.tensors)
+
+
+def _experts_train(unit: UnitSpec) -> bool:
+    return any(tensor.trainable for tensor in unit.tensors if "experts" in tensor.name)
+
+
+def _has_cross_attention(unit: UnitSpec) -> bool:
+    return any("EncDecAttention" in tensor.name or "crossattention" in tensor.name for tensor in unit.tensors)

@@ -1,0 +1,62 @@
+"""A list of what autograd keeps, by name, so that a tensor two operations share is counted once."""
+
+from dataclasses import dataclass, field
+
+from lightning_shard.activations.linears import Input, LinearUses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What holds for every operation of a block."""
+
+    compute_bytes: int
+    """Bytes of an element in the compute dtype."""
+    norms_train: bool
+    linears: LinearUses
+    adapter_dropout: float = 0.0
+    adapter_bytes: int | None = None
+    """Bytes of an element in the adapters' own compute dtype, where it differs (plain peft in FP32)."""
+    training_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    seq_len: int = 1
+    eager: bool = False
+
+
+@dataclass(slots=True)
+class Tape:
+    """Bytes per token by what they are."""
+
+    kept: dict[str, float] = field(default_factory=dict)
+
+    def keep(self, name: str, bytes_per_token: float) -> None:
+        """Keep one tensor; the same name again is the same tensor."""
+        if bytes_per_token:
+            self.kept[name] = bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> float:
+        """All that is kept."""
+        return sum(self.kept.values())
+
+    def read_by_linears(self, source: Input, width: int, setting: Setting) -> None:
+        """Keep what the linear layers that read ``source`` need of it for their weights' gradients.
+
+        A trained weight needs its input once, whoever shares it. An adapter's ``lora_A`` needs it too: the
+        shared tensor where nothing changes it on the way, else a copy of its own, (masked by dropout, with
+        a one-byte mask; or cast to FP32). ``lora_B`` needs the rank-sized product.
+        """
+        c = setting.compute_bytes
+        for use in setting.linears.reading(source):
+            if use.trained:
+                self.keep(source, c * width)
+            if not use.rank:
+                continue
+            own = setting.adapter_bytes or c
+            if setting.adapter_dropout:
+                self.keep(f"{use.name} masked input", own * use.num_in)
+                self.keep(f"{use.name} dropout mask", use.num_in)
+            elif own != c:
+                self.keep(f"{use.name} cast input", own * use.num_in)
+            else:
+                self.keep(source, c * width)
+            self.keep(f"{use.name} lora_A output", own * use.rank)

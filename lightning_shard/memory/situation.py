@@ -1,0 +1,103 @@
+"""Everything a memory term looks at, worked out once per plan."""
+
+from dataclasses import dataclass
+
+from lightning_shard.activations import BlockActivations, LossActivations, block_activations, loss_activations
+from lightning_shard.hardware import Cluster
+from lightning_shard.memory.groups import Group, find_groups
+from lightning_shard.plans import Plan
+from lightning_shard.specs import ModelSpec, Optimizer, TrainSpec, dtype_bytes, find_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One run of equal blocks: its group and its activations."""
+
+    group: Group
+    activations: BlockActivations
+    recomputing: int
+    """How many of the run recompute their activations in backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """A model (adapter injected, dtypes as stored), a training, a plan and where it runs."""
+
+    model: ModelSpec
+    train: TrainSpec
+    plan: Plan
+    cluster: Cluster
+    groups: tuple[Group, ...]
+    blocks: tuple[Block, ...]
+    loss: LossActivations
+    optimizer: Optimizer
+    master_bytes: int
+    """Bytes of an element of what trains."""
+    compute_bytes: int
+    reduce_bytes: int
+
+    @property
+    def sharded(self) -> bool:
+        """Whether blocks are gathered at all."""
+        return self.plan.dp_shard > 1
+
+    @property
+    def buckets(self) -> bool:
+        """Whether DDP holds gradients in buckets."""
+        return not self.sharded and self.plan.dp_replicate > 1
+
+    def total(self, field: str, *kinds: str) -> int:
+        """Sum of one of a group's figures over all repetitions, of some kinds or of all."""
+        return sum(g.count * int(getattr(g, field)) for g in self.groups if not kinds or g.kind in kinds)
+
+    def one(self, field: str, *kinds: str) -> int:
+        """The largest of a group's figures, among some kinds."""
+        return max((int(getattr(g, field)) for g in self.groups if g.kind in kinds), default=0)
+
+    @property
+    def top(self) -> Block | None:
+        """The last block: backward meets it first."""
+        return self.blocks[-1] if self.blocks else None
+
+    @property
+    def bottom(self) -> Block | None:
+        """The first block."""
+        return self.blocks[0] if self.blocks else None
+
+
+def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster) -> Situation:
+    """Inject the adapter, apply the storage rule and weigh the groups."""
+    precision = train.precision_row
+    if train.adapter is not None and model.adapter is None:
+        model = model.with_adapter(train.adapter)
+    model = model.with_dtypes(precision)
+    groups = find_groups(model, precision, plan)
+    return Situation(
+        model=model,
+        train=train,
+        plan=plan,
+        cluster=cluster,
+        groups=groups,
+        blocks=_blocks(model, train, plan, groups),
+        loss=loss_activations(model, train),
+        optimizer=find_optimizer(train.optimizer),
+        master_bytes=dtype_bytes(precision.master_dtype),
+        compute_bytes=dtype_bytes(precision.compute_dtype or precision.master_dtype),
+        reduce_bytes=dtype_bytes(precision.reduce_dtype)
+        if precision.compute_dtype
+        else dtype_bytes(precision.master_dtype),
+    )
+
+
+def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group, ...]) -> tuple[Block, ...]:
+    left = 0
+    if plan.activation_checkpoint != "none":
+        wanted = plan.activation_checkpoint_blocks
+        left = model.num_blocks if wanted is None else min(wanted, model.num_blocks)
+    blocks = []
+    for group in (group for group in groups if group.kind == "block"):
+        recomputing = min(left, group.count)
+        left -= recomputing
+        activations = block_activations(model, group.unit, train)
+        blocks.append(Block(group=group, activations=activations, recomputing=recomputing))
+    return tuple(blocks)

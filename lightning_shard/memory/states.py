@@ -1,0 +1,81 @@
+"""What lives through the whole step: weights, gradients, optimizer state, buffers."""
+
+from lightning_shard.memory.moments import Moment
+from lightning_shard.memory.situation import Situation
+
+_BLOCKS_DONE = (Moment.BOTTOM_REDUCE, Moment.EMBEDDING, Moment.OPTIMIZER)
+
+
+def frozen_weights(s: Situation, moment: Moment) -> int:
+    """Frozen weights at rest: their shard, uneven rows rounded up, in the frozen dtype."""
+    return s.total("frozen_bytes")
+
+
+def trained_weights(s: Situation, moment: Moment) -> int:
+    """What trains, at rest, in its master dtype (FP32)."""
+    return s.total("trained_bytes")
+
+
+def optimizer_state(s: Situation, moment: Moment) -> int:
+    """The optimizer's tensors for what trains: AdamW two FP32 moments, 8 bytes per trained parameter.
+
+    A factored optimizer keeps a row and a column statistic of each matrix instead.
+    """
+    if not s.optimizer.factored:
+        return s.optimizer.num_moments * s.total("trained_bytes")
+    return sum(
+        group.count * sum(shape) * s.master_bytes
+        for group in s.groups
+        for tensor in group.unit.tensors
+        if tensor.trainable
+        for shape in [tensor.shape if len(tensor.shape) > 1 else tensor.shape[:1]]
+    )
+
+
+def gradients(s: Situation, moment: Moment) -> int:
+    """Reduced gradients, in the master dtype, of what backward has passed so far.
+
+    Lightning clears them between forward and backward, so the forward of a later step still holds the last
+    step's; while accumulating they are there all the time. DDP's are views of its buckets: see ddp_buckets.
+    """
+    if s.buckets:
+        return 0
+    everything = s.master_bytes * s.total("trained_numel")
+    if s.train.accumulate > 1 or moment is Moment.FORWARD_END:
+        return everything
+    if moment in (Moment.LOSS, Moment.HEAD):
+        return 0
+    done = s.total("trained_numel", "head")
+    if moment in (Moment.BOTTOM, *_BLOCKS_DONE):
+        done += s.total("trained_numel", "block")
+    if moment is Moment.OPTIMIZER:
+        return everything
+    return s.master_bytes * done
+
+
+def deferred_gradients(s: Situation, moment: Moment) -> int:
+    """Whole gradients held in the reduce dtype while accumulating without reducing (``defer_gradient_sync``)."""
+    if not (s.sharded and s.plan.defer_gradient_sync and s.train.accumulate > 1) or moment is Moment.OPTIMIZER:
+        return 0
+    return s.reduce_bytes * s.total("whole_numel")
+
+
+def ddp_buckets(s: Situation, moment: Moment) -> int:
+    """DDP's buckets: as large as all gradients, kept through the step; gradients are views of them."""
+    return s.master_bytes * s.total("trained_numel") if s.buckets else 0
+
+
+def buffers(s: Situation, moment: Moment) -> int:
+    """The module's buffers and the batch (ids, labels, mask: three 8-byte numbers per token)."""
+    return s.model.buffers_bytes + 24 * s.train.tokens
+
+
+def optimizer_step(s: Situation, moment: Moment) -> int:
+    """Temporaries of a foreach step: AdamW's list of denominators, as large as what trains; fused has none."""
+    if moment is not Moment.OPTIMIZER:
+        return 0
+    if s.train.optimizer_implementation == "fused":
+        return 0
+    if s.train.optimizer_implementation == "loop":
+        return s.optimizer.foreach_temporaries * s.master_bytes * max(g.largest_trained_numel for g in s.groups)
+    return s.optimizer.foreach_temporaries * s.total("trained_bytes")

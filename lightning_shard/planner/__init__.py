@@ -1,0 +1,17 @@
+"""Choose how to run: the grid of plans, what each needs, the one to take, and why the others were not taken."""
+
+from lightning_shard.planner.choose import choose, estimate
+from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
+from lightning_shard.planner.grid import ENGINE, PINNABLE, candidates, simplicity
+
+__all__ = [
+    "ENGINE",
+    "PINNABLE",
+    "Decision",
+    "Rejected",
+    "candidates",
+    "choose",
+    "estimate",
+    "simplicity",
+    "usable_bytes",
+]

@@ -1,0 +1,117 @@
+"""Take the simplest layout that fits with headroom, and the fastest plan of that layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_shard.hardware import Cluster
+from lightning_shard.planner.advice import what_helps
+from lightning_shard.planner.considered import Considered, consider, estimate
+from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
+from lightning_shard.planner.grid import simplicity
+from lightning_shard.specs import ModelSpec, TrainSpec
+
+__all__ = ["choose", "estimate"]
+
+GIB = 2**30
+
+
+def choose(
+    model: ModelSpec,
+    train: TrainSpec,
+    cluster: Cluster,
+    *,
+    headroom: float = 0.1,
+    pin: Mapping[str, Any] | None = None,
+) -> Decision:
+    """Decide how to run.
+
+    Replicated (DDP) comes before sharded (FSDP2): it moves the least and needs the least machinery. When
+    nothing fits, the answer is the plan that needs least, with the shortfall and what would help.
+
+    Args:
+        model: what to train; the adapter that ``train`` wants is injected unless it is there already.
+        train: how to train it.
+        cluster: where.
+        headroom: share of each device's memory to leave free.
+        pin: fields of the Plan that are not to be chosen.
+
+    Raises:
+        ValueError: for a pin the engine cannot carry out, a headroom out of range, or a sequence the model
+            has no positions for.
+    """
+    _check(model, train, headroom)
+    pin = pin or {}
+    found = consider(model, train, cluster, pin)
+    limit = usable_bytes(cluster.capacity_bytes, headroom)
+    best = min(found, key=lambda one: _rank(one, limit))
+    fits = best.needs_bytes <= limit
+    short = 0 if fits else best.needs_bytes - limit
+    return Decision(
+        plan=best.plan,
+        estimate=best.estimate,
+        capacity_bytes=cluster.capacity_bytes,
+        headroom=headroom,
+        fits=fits,
+        reason=_why(best, found, limit, cluster),
+        rejected=tuple(_reject(one, best, limit) for one in found if one is not best),
+        shortfall_bytes=short,
+        advice=_what_ddp_lacks(best, found, limit) if fits else tuple(what_helps(model, train, cluster, limit, pin)),
+    )
+
+
+def _rank(one: Considered, limit: int) -> tuple[float, ...]:
+    """Fitting first: the simplest, then the fastest, then the leanest. Of what does not fit, the leanest."""
+    if one.needs_bytes > limit:
+        return (1.0, one.needs_bytes)
+    return (0.0, simplicity(one.plan), round(one.estimate.step_s, 6), one.needs_bytes)
+
+
+def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
+    if not 0.0 <= headroom < 1.0:
+        raise ValueError(f"headroom={headroom} must be at least 0 and below 1: the share of memory to leave free.")
+    if model.num_trainable == 0 and train.adapter is None:
+        raise ValueError(
+            f"Nothing in {model.name} trains: every parameter is frozen. Unfreeze some, or add an adapter."
+        )
+    arch = model.architecture
+    longest = None if arch is None or arch.tokens_per_sample is not None else arch.max_positions
+    if longest is not None and train.seq_len > longest:
+        raise ValueError(
+            f"seq_len={train.seq_len} is beyond the {longest} positions of {model.name}. Use at most {longest}."
+        )
+
+
+def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
+    if one.needs_bytes > limit:
+        reason = f"needs {one.needs_bytes / GIB:.2f} GiB of the {limit / GIB:.2f} GiB usable per device"
+    elif simplicity(one.plan) > simplicity(best.plan):
+        reason = f"fits, but {best.plan.strategy} is simpler and fits too"
+    elif one.estimate.step_s > best.estimate.step_s:
+        reason = f"fits, but takes {one.estimate.step_s:.4g} s a step against {best.estimate.step_s:.4g} s"
+    else:
+        reason = f"fits and is as fast, but needs {one.needs_bytes / GIB:.2f} GiB against {best.needs_bytes / GIB:.2f}"
+    return Rejected(plan=one.plan, device_bytes=one.estimate.device_bytes, step_s=one.estimate.step_s, reason=reason)
+
+
+def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster) -> str:
+    needs, usable = f"{best.needs_bytes / GIB:.2f} GiB", f"{limit / GIB:.2f} GiB usable"
+    if best.needs_bytes > limit:
+        return f"the leanest plan needs {needs} of {usable} per device"
+    if cluster.world_size == 1:
+        return f"one device, so nothing is sharded or reduced: {needs} of {usable}"
+    if best.plan.strategy == "ddp":
+        return f"a whole copy fits on every device, {needs} of {usable}, and moves the least"
+    whole = _leanest_ddp(found)
+    lost = "" if whole is None else f"a whole copy needs {whole / GIB:.2f} GiB; "
+    return f"{lost}sharded it needs {needs} of {usable}"
+
+
+def _what_ddp_lacks(best: Considered, found: list[Considered], limit: int) -> tuple[str, ...]:
+    whole = _leanest_ddp(found)
+    if best.plan.strategy == "ddp" or whole is None:
+        return ()
+    return (f"with {(whole - limit) / GIB:.2f} GiB more per device DDP would fit",)
+
+
+def _leanest_ddp(found: list[Considered]) -> int | None:
+    return min((one.needs_bytes for one in found if one.plan.strategy == "ddp"), default=None)

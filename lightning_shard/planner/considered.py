@@ -1,0 +1,59 @@
+"""One plan with its estimate, and what a device must have for it."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_shard.hardware import Cluster
+from lightning_shard.memory import Estimate, measure
+from lightning_shard.memory.situation import Situation, make_situation
+from lightning_shard.planner.grid import candidates
+from lightning_shard.plans import Plan
+from lightning_shard.specs import ModelSpec, TrainSpec
+from lightning_shard.timing import time_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Considered:
+    """A plan and what it needs."""
+
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def needs_bytes(self) -> int:
+        """What a device must have: for the step, and for loading before it."""
+        return max(self.estimate.device_bytes, self.estimate.load_device_bytes)
+
+
+def consider(model: ModelSpec, train: TrainSpec, cluster: Cluster, pin: Mapping[str, Any]) -> list[Considered]:
+    """Every candidate with its estimate; the adapter that ``train`` wants is injected once."""
+    if train.adapter is not None and model.adapter is None:
+        model = model.with_adapter(train.adapter)
+    return [
+        Considered(plan=plan, estimate=estimate(model, train, plan, cluster))
+        for plan in candidates(model, train, cluster, pin)
+    ]
+
+
+def estimate(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster) -> Estimate:
+    """Memory and time of one plan."""
+    return _timed(make_situation(model, train, plan, cluster))
+
+
+def _timed(situation: Situation) -> Estimate:
+    memory, time = measure(situation), time_step(situation)
+    tokens = situation.train.tokens * situation.train.accumulate * situation.plan.data_parallel_size
+    peak = situation.cluster.device.flops_of(situation.train.precision_row.compute_dtype or "float32")
+    step_s = time.step_s or float("inf")
+    return dataclasses.replace(
+        memory,
+        step_s=time.step_s,
+        compute_s=time.compute_s,
+        comm_s=time.comm_s,
+        comm_bytes=time.comm_bytes,
+        comm_share=time.exposed_s / step_s,
+        tokens_per_s=tokens / step_s,
+        mfu=time.flops / step_s / peak,
+    )

@@ -1,0 +1,187 @@
+"""Seconds of a step, term by term: enough to rank plans, not to promise throughput.
+
+Compute is FLOPs over peak and efficiency; a collective is (hops x latency) + (n-1)/n x bytes / bandwidth, an
+all-reduce twice that; collectives hide behind compute on accelerators and do not on hosts.
+"""
+
+import math
+from dataclasses import dataclass
+
+from lightning_shard.activations.block import num_tokens
+from lightning_shard.hardware import Cluster
+from lightning_shard.memory import Situation
+from lightning_shard.plans import tuned_bucket_bytes
+from lightning_shard.specs import TensorSpec
+
+ATTENTION_BACKWARD = 2.5
+"""Backward of fused attention against its forward: it recomputes the scores (FlashAttention paper, 2.5x)."""
+UPDATE_BYTES_PER_ELEMENT = 28
+"""An AdamW step reads and writes weight and two moments and reads the gradient, 4 bytes each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """One optimizer step of one plan."""
+
+    step_s: float
+    compute_s: float
+    comm_s: float
+    exposed_s: float
+    """Communication that nothing hides."""
+    comm_bytes: int
+    flops: float
+    """The model's own FLOPs per device, recomputation not counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """The ranks of one collective: how many on each node, over how many nodes."""
+
+    per_node: int
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.per_node * self.nodes
+
+
+def time_step(s: Situation) -> StepTime:
+    """The time of one optimizer step."""
+    forward, backward = compute_flops(s)
+    again = forward * _recomputed_share(s)
+    speed = s.cluster.device.flops_of(_compute_dtype(s)) * s.cluster.device.efficiency
+    forward_s, backward_s = forward / speed, (backward + again) / speed
+    update_s = UPDATE_BYTES_PER_ELEMENT * s.total("trained_numel") / s.cluster.device.memory_bytes_per_s
+    step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
+    compute_s = s.train.accumulate * (forward_s + backward_s)
+    return StepTime(
+        step_s=step_s + update_s,
+        compute_s=compute_s,
+        comm_s=comm_s,
+        exposed_s=max(0.0, step_s - compute_s),
+        comm_bytes=int(comm_bytes),
+        flops=s.train.accumulate * (forward + backward),
+    )
+
+
+def compute_flops(s: Situation) -> tuple[float, float]:
+    """Forward and backward FLOPs of one micro-batch: 2 per weight and token forward, 2 for the input's gradient,
+    2 more for the weight's where it trains (6 PT in full, 4 PT with adapters); attention on top.
+    """
+    tokens = num_tokens(s.model, s.train)
+    used = trained = 0.0
+    for group in s.groups:
+        if group.unit.kind == "embedding" and not s.model.tied:
+            continue
+        for tensor in group.unit.tensors:
+            active = group.count * tensor.numel * _active_share(s, tensor)
+            used += active
+            trained += active if tensor.trainable else 0.0
+    scores = _attention_flops(s)
+    return 2 * used * tokens + scores, 2 * (used + trained) * tokens + ATTENTION_BACKWARD * scores
+
+
+def _active_share(s: Situation, tensor: TensorSpec) -> float:
+    """Share of a tensor that one token meets: a mixture's token meets a few of its experts."""
+    arch = s.model.architecture
+    if arch is not None and arch.experts and "experts" in tensor.name and "shared" not in tensor.name:
+        return arch.experts_per_token / arch.experts
+    return 1.0
+
+
+def _attention_flops(s: Situation) -> float:
+    """Two products of every pair of positions per head; half of the pairs under a causal mask."""
+    arch = s.model.architecture
+    if arch is None:
+        return 0.0
+    length = min(arch.tokens_per_sample or s.train.seq_len, arch.sliding_window or s.train.seq_len)
+    pairs = num_tokens(s.model, s.train) * length * (0.5 if arch.kind == "causal-lm" else 1.0)
+    return 4.0 * s.model.num_blocks * arch.heads * arch.head_dim * pairs
+
+
+def _compute_dtype(s: Situation) -> str:
+    return s.train.precision_row.compute_dtype or s.train.precision_row.master_dtype
+
+
+def _recomputed_share(s: Situation) -> float:
+    blocks = s.model.num_blocks
+    return sum(block.recomputing for block in s.blocks) / blocks if blocks else 0.0
+
+
+def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:
+    """Forward, then backward beside the all-reduces, whose last bucket nothing hides."""
+    compute_s = s.train.accumulate * (forward_s + backward_s)
+    if s.plan.dp_replicate == 1:
+        return compute_s, 0.0, 0.0
+    size = s.master_bytes * s.total("trained_numel")
+    wanted = s.plan.bucket_cap_mb
+    bucket = tuned_bucket_bytes(size, s.plan.world_size) if wanted is None else int(wanted * 2**20)
+    num_buckets = max(1, math.ceil(size / bucket))
+    ring = _ring(s.cluster, s.plan.dp_replicate, 1)
+    comm_s = 2 * collective_s(s.cluster, ring, size, messages=num_buckets)
+    sent = 2 * size * (ring.size - 1) / ring.size
+    if s.cluster.accelerator == "cpu":
+        return compute_s + comm_s, comm_s, sent
+    last_s = comm_s / num_buckets
+    return compute_s + max(0.0, comm_s - last_s - backward_s) + last_s, comm_s, sent
+
+
+def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:
+    """Gathers beside forward, gathers and reductions beside backward; the first gather and the last reduction
+    stand alone. Per micro-batch, unless blocks are kept or reductions deferred.
+    """
+    ring = _ring(s.cluster, s.plan.dp_shard, s.plan.tp)
+    kinds = ("block", "embedding", "head", "root")
+    forward_bytes = s.total("gathered_bytes", *kinds)
+    backward_bytes = 0 if s.plan.reshard_after_forward is False else s.total("gathered_bytes", "block")
+    reduced_bytes = s.reduce_bytes * s.total("whole_numel")
+    groups, blocks = sum(g.count for g in s.groups), s.model.num_blocks
+    gather_s = collective_s(s.cluster, ring, forward_bytes, messages=groups)
+    again_s = collective_s(s.cluster, ring, backward_bytes, messages=blocks) if backward_bytes else 0.0
+    reduce_s = collective_s(s.cluster, ring, reduced_bytes, messages=groups) if reduced_bytes else 0.0
+    reduce_s += _across_replicas(s, reduced_bytes // s.plan.dp_shard)
+    reductions = 1 if s.plan.defer_gradient_sync else s.train.accumulate
+    comm_s = s.train.accumulate * (gather_s + again_s) + reductions * reduce_s
+    share = (ring.size - 1) / ring.size
+    sent = share * (s.train.accumulate * (forward_bytes + backward_bytes) + reductions * reduced_bytes)
+    if s.cluster.accelerator == "cpu":
+        return s.train.accumulate * (forward_s + backward_s) + comm_s, comm_s, sent
+    hidden = s.train.accumulate * (max(forward_s, gather_s) + max(backward_s, again_s))
+    hidden += reductions * max(0.0, again_s + reduce_s - max(backward_s, again_s))
+    ends_s = gather_s / max(1, groups) + reduce_s / max(1, groups)
+    return hidden + ends_s, comm_s, sent
+
+
+def _across_replicas(s: Situation, shard_bytes: int) -> float:
+    """All-reduce of the sharded gradients over replicas (HSDP)."""
+    if s.plan.dp_replicate == 1 or not shard_bytes:
+        return 0.0
+    ring = _ring(s.cluster, s.plan.dp_replicate, s.plan.dp_shard * s.plan.tp)
+    return 2 * collective_s(s.cluster, ring, shard_bytes, messages=s.model.num_blocks)
+
+
+def _ring(cluster: Cluster, size: int, stride: int) -> Ring:
+    """The ranks of a group of ``size`` whose neighbours are ``stride`` ranks apart."""
+    per_node = min(size, max(1, cluster.devices_per_node // stride))
+    return Ring(per_node=per_node, nodes=math.ceil(size / per_node))
+
+
+def collective_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
+    """Seconds of all-gathers or reduce-scatters that move ``size_bytes`` in all, in so many messages."""
+    if ring.size == 1:
+        return 0.0
+    hops_s = (ring.per_node - 1) * cluster.intra_link.latency_s
+    if ring.nodes > 1:
+        hops_s += math.ceil(math.log2(ring.nodes)) * cluster.inter_link.latency_s
+    return messages * hops_s + (ring.size - 1) / ring.size * size_bytes / bandwidth(cluster, ring)
+
+
+def bandwidth(cluster: Cluster, ring: Ring) -> float:
+    """Bus bandwidth of a group: the in-node link, or its share of the node's network where that is less."""
+    if ring.nodes == 1:
+        return cluster.intra_link.bytes_per_s
+    link = cluster.inter_link
+    node = link.bytes_per_s * (1 if link.shared_by_node else cluster.devices_per_node)
+    share = node * ring.per_node / cluster.devices_per_node
+    return min(share, cluster.intra_link.bytes_per_s) if ring.per_node > 1 else share
