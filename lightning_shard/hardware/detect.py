@@ -7,6 +7,8 @@ from lightning_shard.hardware.cluster import Cluster
 from lightning_shard.hardware.gpus import HOST, find_device
 from lightning_shard.hardware.links import link_between_nodes, link_inside_node
 
+HOST_PROCESS_BYTES = 512 * 2**20
+"""Resident memory of a process that has imported torch, Lightning and transformers, before any model."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -28,7 +30,7 @@ def detect(*, devices: int | None = None, nodes: int | None = None) -> Cluster:
         num_nodes=nodes or _nodes(per_node),
         devices_per_node=per_node,
         device=HOST,
-        device_memory_bytes=host_memory_bytes() // per_node,
+        device_memory_bytes=max(1, host_memory_bytes() // per_node - HOST_PROCESS_BYTES),
         intra_link=link,
         inter_link=link_between_nodes(HOST.intra_link),
         accelerator="cpu",

@@ -11,8 +11,6 @@ COLLECTIVE_BYTES = 1024 * MIB
 """NCCL's channel buffers and peer mappings: a planning value, not yet measured here."""
 WORKSPACE_BYTES = 32 * MIB
 """cuBLAS workspace of one handle and stream on Hopper (8 MiB before), which the caching allocator hands out."""
-HOST_PROCESS_BYTES = 512 * MIB
-"""Resident memory of a process that has imported torch, Lightning and transformers, before any model."""
 SMALL_POOL_BYTES = 2 * MIB
 """The allocator's segments: 2 MiB for tensors below 1 MiB, 20 MiB for those below 10 MiB, else rounded up to 2 MiB."""
 LARGE_SEGMENT_BYTES = 20 * MIB
@@ -39,8 +37,8 @@ def allocator_slack(s: Situation, peak: Moment) -> int:
 
 
 def device_context(s: Situation, peak: Moment) -> int:
-    """Context and loaded kernels of an accelerator, or the process itself on a host."""
-    return HOST_PROCESS_BYTES if s.cluster.accelerator == "cpu" else CONTEXT_BYTES
+    """Context and loaded kernels of an accelerator. A host's capacity is what processes may use beyond themselves."""
+    return 0 if s.cluster.accelerator == "cpu" else CONTEXT_BYTES
 
 
 def collective_buffers(s: Situation, peak: Moment) -> int:

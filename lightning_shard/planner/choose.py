@@ -8,11 +8,9 @@ from lightning_shard.planner.advice import what_helps
 from lightning_shard.planner.considered import Considered, consider, estimate
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
 from lightning_shard.planner.grid import simplicity
-from lightning_shard.specs import ModelSpec, TrainSpec
+from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 
 __all__ = ["choose", "estimate"]
-
-GIB = 2**30
 
 
 def choose(
@@ -83,18 +81,20 @@ def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
 
 def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
     if one.needs_bytes > limit:
-        reason = f"needs {one.needs_bytes / GIB:.2f} GiB of the {limit / GIB:.2f} GiB usable per device"
+        reason = f"needs {format_bytes(one.needs_bytes)} of the {format_bytes(limit)} usable per device"
     elif simplicity(one.plan) > simplicity(best.plan):
         reason = f"fits, but {best.plan.strategy} is simpler and fits too"
     elif one.estimate.step_s > best.estimate.step_s:
         reason = f"fits, but takes {one.estimate.step_s:.4g} s a step against {best.estimate.step_s:.4g} s"
     else:
-        reason = f"fits and is as fast, but needs {one.needs_bytes / GIB:.2f} GiB against {best.needs_bytes / GIB:.2f}"
+        reason = (
+            f"fits and is as fast, but needs {format_bytes(one.needs_bytes)} against {format_bytes(best.needs_bytes)}"
+        )
     return Rejected(plan=one.plan, device_bytes=one.estimate.device_bytes, step_s=one.estimate.step_s, reason=reason)
 
 
 def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster) -> str:
-    needs, usable = f"{best.needs_bytes / GIB:.2f} GiB", f"{limit / GIB:.2f} GiB usable"
+    needs, usable = f"{format_bytes(best.needs_bytes)}", f"{format_bytes(limit)} usable"
     if best.needs_bytes > limit:
         return f"the leanest plan needs {needs} of {usable} per device"
     if cluster.world_size == 1:
@@ -102,7 +102,7 @@ def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster
     if best.plan.strategy == "ddp":
         return f"a whole copy fits on every device, {needs} of {usable}, and moves the least"
     whole = _leanest_ddp(found)
-    lost = "" if whole is None else f"a whole copy needs {whole / GIB:.2f} GiB; "
+    lost = "" if whole is None else f"a whole copy needs {format_bytes(whole)}; "
     return f"{lost}sharded it needs {needs} of {usable}"
 
 
@@ -110,7 +110,7 @@ def _what_ddp_lacks(best: Considered, found: list[Considered], limit: int) -> tu
     whole = _leanest_ddp(found)
     if best.plan.strategy == "ddp" or whole is None:
         return ()
-    return (f"with {(whole - limit) / GIB:.2f} GiB more per device DDP would fit",)
+    return (f"with {format_bytes(whole - limit)} more per device DDP would fit",)
 
 
 def _leanest_ddp(found: list[Considered]) -> int | None:

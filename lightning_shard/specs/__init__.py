@@ -9,7 +9,7 @@ from lightning_shard.specs.architecture import Architecture
 from lightning_shard.specs.model import ModelSpec, TensorSpec, UnitSpec
 from lightning_shard.specs.optimizer import OPTIMIZERS, Optimizer, find_optimizer
 from lightning_shard.specs.precision import DTYPE_BYTES, PRECISIONS, Precision, dtype_bytes, find_precision
-from lightning_shard.specs.sizes import parse_bytes
+from lightning_shard.specs.sizes import format_bytes, parse_bytes
 from lightning_shard.specs.train import TrainSpec
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "dtype_bytes",
     "find_optimizer",
     "find_precision",
+    "format_bytes",
     "parse_bytes",
 ]

@@ -25,6 +25,14 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
+def format_bytes(size: int) -> str:
+    """A size for people, in GiB where that shows something, else in the unit that does."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor / 10:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} B"
+
+
 def require_count(name: str, value: object, *, minimum: int = 1) -> None:
     """Raise unless the value is a whole number and not below the minimum.
 

@@ -1,6 +1,5 @@
 """The strategy that decides: it plans from the real module, the real batch and the real devices."""
 
-import logging
 from typing import Any
 
 import torch
@@ -9,13 +8,12 @@ from typing_extensions import override
 
 from lightning_shard._compat import Trainer
 from lightning_shard.hardware import Cluster
+from lightning_shard.memory import Estimate
 from lightning_shard.planner import Decision, choose
 from lightning_shard.plans import Plan
-from lightning_shard.specs import ModelSpec, TrainSpec
+from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 from lightning_shard.strategies.base import PlanStrategy
 from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory
-
-log = logging.getLogger(__name__)
 
 
 class AutoShardStrategy(PlanStrategy):
@@ -110,5 +108,10 @@ class AutoShardStrategy(PlanStrategy):
 
     def _require_fit(self, decision: Decision) -> Decision:
         if not decision.fits:
-            raise RuntimeError(decision.shortfall())
+            advice = "; ".join(decision.advice) or "none of the usual remedies is enough"
+            raise RuntimeError(
+                f"No plan fits: {decision.reason}. It lacks {format_bytes(decision.shortfall_bytes)} per device "
+                f"({format_bytes(decision.estimate.device_bytes)} needed, {format_bytes(decision.limit_bytes)} usable). "
+                f"What would help: {advice}."
+            )
         return decision

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard._compat import LightningModule, Trainer, TrainerFn, evaluation_loaders, isolate_rng, train_loaders
 from lightning_shard.hardware import HOST, Cluster, Device, find_device, link_between_nodes, link_inside_node
+from lightning_shard.memory.overheads import CONTEXT_BYTES
 from lightning_shard.specs import OPTIMIZERS, TrainSpec
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,13 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
 
 
 def free_device_memory(device: torch.device, num_local: int) -> int:
-    """Bytes this process may use: what is free on its accelerator, or its share of the host's free memory."""
+    """Bytes this process may use: of its accelerator, or its share of the host's free memory.
+
+    An accelerator's context is up by now, so what is free lacks it; the estimate counts it, so it is added back.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device))
+        return int(free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, _host_available(available) // max(1, num_local))
 
