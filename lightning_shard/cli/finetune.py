@@ -140,7 +140,9 @@ def _quiet() -> None:
     logging.disable_progress_bar()
     for message in (
         ".*LightningCLI's args parameter.*",
-        ".*does not have many workers.*",
-        ".*Checkpoint directory .* exists.*",
+        ".*does not have many workers.*",  # rows lie in memory
+        ".*it is recommended to use `Trainer.devices=1.*",  # our validation is exact on any number of ranks
+        ".*is_gradient_checkpointing.*",  # peft and transformers among themselves
+        ".*treespec, LeafSpec.*",  # Lightning and torch among themselves
     ):
         warnings.filterwarnings("ignore", message)

@@ -119,7 +119,7 @@ def load(path: str, lora: AdapterSpec | None, dtype: torch.dtype) -> "PreTrained
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except OSError as error:
         raise ValueError(f"The model {path!r} cannot be loaded: {error}") from error
-    return model if lora is None else add_adapters(model, lora)
+    return (model if lora is None else add_adapters(model, lora)).train()  # from_pretrained leaves it in eval mode
 
 
 def add_adapters(model: nn.Module, lora: AdapterSpec) -> Any:
