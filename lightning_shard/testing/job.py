@@ -13,6 +13,8 @@ class Job:
     """Name of the module the function is imported from."""
     source: str | None
     """File of that module, for modules that cannot be imported by name."""
+    main_file: str | None
+    """File of the caller's ``__main__``, for what was defined there."""
     qualname: str
     arguments: bytes
     """Pickled ``(args, kwargs)``."""

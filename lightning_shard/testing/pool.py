@@ -17,6 +17,10 @@ STARTUP_S = 180.0
 """How long the server may take to import what it preloads on a busy machine."""
 
 
+INSIDE = "LIGHTNING_SHARD_RANK"
+"""Set in the environment of the server and its ranks."""
+
+
 class RankServer:
     """A server process that forks ranks on request."""
 
@@ -75,15 +79,30 @@ class RankServer:
 def _server_environment() -> dict[str, str]:
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}  # a CUDA context does not survive a fork, and gloo ranks need none
-    return {**os.environ, **single_threaded, **no_gpu, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {
+        **os.environ,
+        **single_threaded,
+        **no_gpu,
+        INSIDE: "server",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 _server: RankServer | None = None
 
 
 def rank_server() -> RankServer:
-    """This process's server, started if there is none."""
+    """This process's server, started if there is none.
+
+    Raises:
+        RuntimeError: in a rank, or in the server.
+    """
     global _server
+    if INSIDE in os.environ:
+        raise RuntimeError(
+            "Ranks cannot start ranks. A script that runs ranks when it is imported does so in them as well: put "
+            "its calls below `if __name__ == '__main__':`."
+        )
     if _server is None or not _server.running:
         _server = RankServer()
         atexit.register(_server.stop)

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import pickletools
 import random
 import signal
 import sys
@@ -17,6 +18,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_shard.testing.job import Failure, Job
+from lightning_shard.testing.pool import INSIDE
+
+MAIN = "__rank_main__"
 
 
 def run_rank(job: Job, rank: int) -> NoReturn:
@@ -39,22 +43,27 @@ def run_rank(job: Job, rank: int) -> NoReturn:
 
 def import_body(job: Job) -> Callable[..., Any]:
     """The function a job names, without the decorator that sent it here."""
-    target: Any = _import_module(job)
+    if "__main__" in (job.module, *_modules_named(job.arguments)):
+        # Under another name, so that it does not take itself for the script that was started.
+        sys.modules["__main__"] = sys.modules.get(MAIN) or _load_file(MAIN, job.main_file)
+    target: Any = _import_module(job.module, job.source)
     for name in job.qualname.split("."):
         target = getattr(target, name)
     body: Callable[..., Any] = getattr(target, "rank_body", target)
     return body
 
 
-def _import_module(job: Job) -> ModuleType:
-    name = "__mp_main__" if job.module == "__main__" else job.module
+def _modules_named(pickled: bytes) -> set[str]:
+    """The strings in a pickle, the names of the modules it refers to among them."""
+    return {argument for _, argument, _ in pickletools.genops(pickled) if isinstance(argument, str)}
+
+
+def _import_module(name: str, source: str | None) -> ModuleType:
     module = sys.modules.get(name)
     if module is None and importlib.util.find_spec(name) is not None:
         module = importlib.import_module(name)
-    if module is None or (job.source and Path(str(module.__file__)).resolve() != Path(job.source).resolve()):
-        module = _load_file(name, job.source)
-    if job.module == "__main__":
-        sys.modules["__main__"] = module
+    if module is None or (source and Path(str(module.__file__)).resolve() != Path(source).resolve()):
+        module = _load_file(name, source)
     return module
 
 
@@ -83,6 +92,7 @@ def _become(job: Job, rank: int) -> None:
 def _torchrun_variables(job: Job, rank: int) -> dict[str, str]:
     """What torchrun would have set: Lightning then joins the ranks that are there and launches none."""
     return {
+        INSIDE: str(rank),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",

@@ -77,7 +77,8 @@ def _run(
         job = Job(
             num_ranks=num_ranks,
             module=body.__module__,
-            source=_source_file(body),
+            source=_source_file(body.__module__),
+            main_file=_source_file("__main__"),
             qualname=_importable_name(body),
             arguments=_pickled_arguments(body, args, kwargs),
             timeout_s=timeout_s,
@@ -105,8 +106,8 @@ def _importable_name(body: Callable[..., object]) -> str:
     return name
 
 
-def _source_file(body: Callable[..., object]) -> str | None:
-    return getattr(sys.modules.get(body.__module__), "__file__", None)
+def _source_file(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def _pickled_arguments(body: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -2,9 +2,11 @@
 
 import os
 import random
+import subprocess
 import sys
 import time
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,75 @@ def fit_boring_model(folder: Path) -> float:
     assert trainer.global_rank == dist.get_rank()
     assert trainer.global_step == 2
     return float(model.layer.weight.sum())
+
+
+SCRIPT = """
+import os
+from lightning_shard.testing import run_ranks
+
+class Offset:
+    value = 5
+
+def add(offset):
+    return int(os.environ["RANK"]) + offset.value
+
+if __name__ == "__main__":
+    print(run_ranks(2, add, Offset()))
+"""
+
+
+def start_ranks() -> None:
+    run_ranks(1, skip)
+
+
+def test_ranks_cannot_start_ranks() -> None:
+    with pytest.raises(RankError, match="Ranks cannot start ranks"):
+        run_ranks(1, start_ranks)
+
+
+def test_a_script_can_run_ranks_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[5, 6]\n", result.stderr
+
+
+HANGING_SCRIPT = """
+import os, pathlib, time
+from lightning_shard.testing import run_ranks
+
+def hang(file):
+    pathlib.Path(file).write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    run_ranks(1, hang, {file!r})
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+def test_nothing_outlives_a_killed_caller(tmp_path: Path) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(HANGING_SCRIPT.replace("{file!r}", repr(str(file))))
+    caller = subprocess.Popen([sys.executable, str(script)])
+    wait_until(lambda: file.exists() and " " in file.read_text())
+    processes = file.read_text().split()
+    assert all(map(is_running, processes))
+    caller.kill()
+    caller.wait()
+    wait_until(lambda: not any(map(is_running, processes)))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        status = Path("/proc", pid, "stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
