@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "at_end_of_backward",
     "NAMESPACE",
     "DDPStrategy",
     "DoublePrecision",
@@ -60,6 +61,15 @@ else:
     DDPStrategy = _lightning("strategies").DDPStrategy
     TrainerFn = _lightning("trainer.states").TrainerFn
     isolate_rng = _lightning("utilities.seed").isolate_rng
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward in progress ends, before it returns to its caller.
+
+    Gradients that travel while backward runs must be in before any hook sees them. Private because torch
+    offers no public way to be called at that moment; can go when it does.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def fsdp_root_init(root: FSDPModule) -> None:

@@ -5,29 +5,30 @@ trains), initialisation and agreement before sharding (a shard of the wrong star
 shard of the right one), casts after sharding (they read what FSDP gathered).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallelize.agree import agree_on_start
-from lightning_shard.parallelize.cast import ComputeCast, cast_by_unit
+from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit
+from lightning_shard.parallelize.flat import FlatGradients
 from lightning_shard.parallelize.materialize import Materializer
 from lightning_shard.parallelize.shard import shard
-from lightning_shard.parallelize.storage import store, to_dtype
+from lightning_shard.parallelize.storage import Storage, store, to_dtype
 from lightning_shard.parallelize.units import Units, find_units
 from lightning_shard.plans import Plan
 from lightning_shard.specs import Precision
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("tp > 1", lambda plan: plan.tp > 1),
-    ("resident_blocks", lambda plan: plan.dp_shard > 1 and plan.resident_blocks not in (0, ())),
-    ("adapters='replicated' beside sharded blocks", lambda plan: plan.dp_shard > 1 and plan.adapters == "replicated"),
     ("activation_checkpoint", lambda plan: plan.activation_checkpoint != "none"),
     ("offload", lambda plan: plan.offload != "none"),
     ("compile", lambda plan: plan.compile),
@@ -44,6 +45,8 @@ class Parallelized:
     units: Units
     root_cast: ComputeCast
     """The cast of everything outside the units: the step methods run inside it."""
+    replicated: FlatGradients | None = None
+    """Averages the gradients of what trains outside FSDP in a sharded plan."""
     sent_bytes: int = 0
     """What had to travel so that all ranks start alike."""
     hooks: list[Any] = field(default_factory=list)
@@ -52,6 +55,23 @@ class Parallelized:
     def sharded(self) -> bool:
         """Whether FSDP holds the parameters."""
         return self.plan.strategy == "fsdp2"
+
+    @contextmanager
+    def between_micro_batches(self) -> Generator[None, None, None]:
+        """Accumulate: no reduction of replicated gradients, and of sharded ones as the plan says.
+
+        A plan that keeps blocks between forward and backward keeps them until the last micro-batch too.
+        """
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(not self.plan.defer_gradient_sync)
+        root.set_reshard_after_backward(self.plan.reshard_after_forward is not False)
+        try:
+            with self.replicated.paused() if self.replicated else nullcontext():
+                yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
 
     def undo(self) -> None:
         """Take the hooks off a replicated module, so that another plan can be applied."""
@@ -89,17 +109,36 @@ def parallelize(
     storage = store(module, precision)
     materializer = Materializer(module, seed)
     sent_bytes = agree_on_start(module, device)
+    uncovered, replicated = storage.compute_dtypes, None
     if plan.strategy == "fsdp2":
         assert mesh is not None
-        shard(units, plan, mesh, precision, materializer.materialize, forward_methods)
+        whole = shard(units, plan, mesh, precision, materializer.materialize, forward_methods)
+        for parameter in whole:
+            parameter.data = parameter.data.to(device)
+        replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
+        uncovered = uncovered_by_policy(whole, storage, precision)
     else:
         materializer.materialize(module)
         module.to(device)
-    # FSDP's policy casts what it shards; left to us is what no policy covers.
-    uncovered = {} if plan.strategy == "fsdp2" and precision.compute_dtype else storage.compute_dtypes
-    input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype else None
+    input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype or replicated else None
     root_cast, hooks = cast_by_unit(units, uncovered, input_dtype)
-    return Parallelized(module, plan, precision, units, root_cast, sent_bytes, hooks)
+    return Parallelized(module, plan, precision, units, root_cast, replicated, sent_bytes, hooks)
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:
+    """Flat reductions for replicated trainables; None when there are none.
+
+    In a group of its own: its order of calls then need not agree with that of FSDP's gathers.
+    """
+    return FlatGradients(parameters, dist.new_group()) if parameters else None
+
+
+def uncovered_by_policy(whole: set[nn.Parameter], storage: Storage, precision: Precision) -> ComputeTypes:
+    """Which parameters of a sharded module compute in another type than they are stored in, and FSDP does not cast."""
+    compute = to_dtype(precision.compute_dtype)
+    if compute is None:
+        return storage.compute_dtypes
+    return {p: compute for p in whole if p.is_floating_point() and p.dtype.itemsize > compute.itemsize}
 
 
 def require_supported(plan: Plan) -> None:
@@ -116,8 +155,13 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def unsynced_parameters(module: nn.Module, *, sharded: bool) -> list[str]:
+def unsynced_parameters(layout: Parallelized) -> list[str]:
     """Trainable parameters that no gradient reduction covers: they would drift apart between ranks."""
-    if not sharded:
+    if not layout.sharded:
         return []
-    return [name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    covered = layout.replicated or ()
+    return [
+        name
+        for name, p in layout.module.named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor) and p not in covered
+    ]

@@ -26,37 +26,82 @@ def shard(
     precision: Precision,
     before: Callable[[nn.Module], None],
     forward_methods: tuple[str, ...] = (),
-) -> None:
+) -> set[nn.Parameter]:
     """Shard ``units`` over ``mesh`` in place; the root comes last and takes what no unit holds.
 
     Args:
         units: blocks, embeddings, heads and the root they sit in.
-        plan: says what is freed when.
+        plan: says what is sharded, and what is freed when.
         mesh: axis ``dp_shard``, or ``dp_replicate`` and ``dp_shard``.
         precision: the policy gathers in its compute type and reduces in its reduce type.
         before: called with each unit just before it is sharded (it loads or initialises the unit, so
             that never more than one whole unit is in memory).
         forward_methods: further methods of the root that compute with its weights.
+
+    Returns:
+        The parameters left whole on every rank. Those of them that train still need their gradients
+        averaged.
+
+    Raises:
+        ValueError: when the plan names a resident block that does not exist.
     """
     if not units.blocks and mesh.get_rank() == 0:
         warn_no_blocks(units.root)
     policy = mixed_precision_policy(precision)
     common: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": _placement(mesh["dp_shard"].size())}
+    resident = resident_units(plan, units)
+    whole: set[nn.Parameter] = set()
     for name, unit in units.all():
         if isinstance(unit, FSDPModule):
             continue  # the user sharded it
         before(unit)
-        keep = name in {head for head, _ in units.heads}
+        whole |= kept_whole(unit, plan, resident=name in resident)
+        if all(p in whole for p in unit.parameters()):
+            continue
+        keep = name in resident or name in {head for head, _ in units.heads}
         reshard = False if keep else plan.reshard_after_forward
-        fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
+        fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole, **common)
     for _, unit in units.embeddings:
         if isinstance(unit, FSDPModule):
             unit.set_unshard_in_backward(False)  # the gradient of a look-up does not need the table
     before(units.root)
+    whole |= kept_whole(units.root, plan, resident="" in resident)
     if not isinstance(units.root, FSDPModule):
-        fully_shard(units.root, mp_policy=_root_policy(policy, precision), **common)
+        fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
     _prefetch(units, plan.prefetch)
     _open_root(units.root, policy.param_dtype, forward_methods)
+    return whole
+
+
+def resident_units(plan: Plan, units: Units) -> set[str]:
+    """Names of the units that stay whole: named ones, or the last N blocks.
+
+    The last blocks, because backward starts with them. N at or above the number of blocks means everything:
+    embedding, head and root ("") as well.
+    """
+    names = [name for name, _ in units.blocks]
+    if isinstance(plan.resident_blocks, tuple):
+        known = {*(name for name, _ in units.all()), ""}
+        unknown = [name for name in plan.resident_blocks if name not in known]
+        if unknown:
+            raise ValueError(
+                f"The plan keeps {', '.join(unknown)} resident, which the module does not have. Its units: {', '.join(sorted(known - {''}))}."
+            )
+        return set(plan.resident_blocks)
+    if names and plan.resident_blocks >= len(names):
+        return {*(name for name, _ in units.all()), ""}
+    return set(names[len(names) - plan.resident_blocks :])
+
+
+def kept_whole(unit: nn.Module, plan: Plan, *, resident: bool) -> set[nn.Parameter]:
+    """Which parameters of a unit no rank shards.
+
+    The frozen ones of a resident unit: they never change, so a copy on every rank is exact and costs no
+    traffic. Everything that trains, when the plan replicates adapters. What trains in a resident unit
+    otherwise stays sharded, with its gradients and optimizer state, and is gathered once a step.
+    """
+    replicate = plan.adapters == "replicated"
+    return {p for p in unit.parameters() if not isinstance(p, DTensor) and (replicate if p.requires_grad else resident)}
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:

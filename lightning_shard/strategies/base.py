@@ -182,7 +182,8 @@ class PlanStrategy(PortableStateStrategy):
 
     def _require_synced(self) -> None:
         self._rest()
-        names = unsynced_parameters(self._root, sharded=self.sharded)
+        assert self._layout is not None
+        names = unsynced_parameters(self._layout)
         if names:
             raise RuntimeError(
                 f"{len(names)} trainable parameters were added after the module was sharded and no gradient reduction "
@@ -218,6 +219,8 @@ class PlanStrategy(PortableStateStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        if self._layout is not None and self._layout.replicated:
+            self._layout.replicated.before_backward()
         if isinstance(self.model, FSDPModule) and not self._root.automatic_optimization:
             fsdp_watch_loss(self.model, closure_loss)
 
@@ -236,12 +239,9 @@ class PlanStrategy(PortableStateStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        if isinstance(self.model, FSDPModule) and self.plan.defer_gradient_sync:
-            self.model.set_requires_gradient_sync(False)
-            try:
+        if self._layout is not None and self._layout.sharded:
+            with self._layout.between_micro_batches():
                 yield
-            finally:
-                self.model.set_requires_gradient_sync(True)
         elif self._must_sync_first():
             yield
         else:
