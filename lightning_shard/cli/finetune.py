@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from rich.console import Console
 from typing_extensions import override
 
 import lightning_shard  # noqa: F401 - registers the strategies' names
+from lightning_shard.cli.render import describe, print_decision
 from lightning_shard.finetune.data import InstructionData
 from lightning_shard.finetune.model import CausalLM, require_model
 from lightning_shard.finetune.report import FinetuneReport, Outcome, render
@@ -75,8 +76,8 @@ class RecipeCLI(LightningCLI):
             trainer.devices = num_devices(trainer.accelerator, self.config.cpu_processes)
         if self.config.json:
             trainer.enable_progress_bar = trainer.enable_model_summary = False
-        self.console = Console(quiet=self.config.json)
-        self.report = FinetuneReport(Path(trainer.default_root_dir), self.console)
+        show = hide_plan if self.config.json else show_plan
+        self.report = FinetuneReport(Path(trainer.default_root_dir), show)
         self.trainer_defaults["callbacks"] = [self.report]
 
 
@@ -88,10 +89,26 @@ def run(cli: RecipeCLI) -> Outcome:
     trainer.validate(model, datamodule=data, verbose=False)
     outcome = cli.report.outcome
     if trainer.is_global_zero:
-        cli.console.print(render(outcome))
         if cli.config.json:
             print(json.dumps(outcome.to_dict()))
+        else:
+            Console().print(render(outcome))
     return outcome
+
+
+def show_plan(strategy: Strategy) -> None:
+    """Print how the run is laid out, with the reasons where it was decided."""
+    decision = getattr(strategy, "decision", None)
+    if decision is not None:
+        print_decision(decision)
+        return
+    plan = getattr(strategy, "plan", None)
+    layout = type(strategy).__name__ if plan is None else f"{plan.strategy}, {describe(plan)}"
+    Console().print(f"Plan: {layout}. It was given, not decided.")
+
+
+def hide_plan(strategy: Strategy) -> None:
+    """Print nothing."""
 
 
 def prepare(script: Path) -> None:

@@ -1,14 +1,14 @@
 """What a fine-tuning run tells: its plan, its losses, sample answers and where the result lies."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
@@ -17,6 +17,7 @@ from lightning_shard.finetune.data import InstructionData
 from lightning_shard.finetune.export import save
 from lightning_shard.finetune.generate import answer
 from lightning_shard.finetune.model import CausalLM
+from lightning_shard.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Outcome:
     """Where the result was written."""
     adapter: bool = False
     """Whether that is a PEFT adapter; a whole model otherwise."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The plan it ran under; empty for a strategy that has none."""
     steps: int = 0
     """Optimizer steps."""
     seconds: float = 0.0
@@ -57,35 +60,36 @@ class Outcome:
             "val_loss_change": self.change,
             "samples": [asdict(sample) for sample in self.samples],
             "adapter" if self.adapter else "model": None if self.folder is None else str(self.folder.resolve()),
+            "plan": self.plan,
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
         }
 
 
 class FinetuneReport(Callback):
-    """Prints the plan, keeps the losses, and when training ends writes the result and asks for sample answers.
+    """Shows the plan, keeps the losses, and when training ends writes the result and asks for sample answers.
 
     Args:
         folder: the run's folder; the result is its ``adapter`` or ``model``.
-        console: where the plan is printed.
+        show_plan: called on the first rank with the strategy, once for each plan that comes into force.
         num_samples: how many questions of the validation set to ask.
     """
 
-    def __init__(self, folder: Path, console: Console, num_samples: int = 2) -> None:
+    def __init__(self, folder: Path, show_plan: Callable[[Strategy], None], num_samples: int = 2) -> None:
         self.folder = folder
-        self.console = console
+        self.show_plan = show_plan
         self.num_samples = num_samples
         self.outcome = Outcome()
         self._start = time.monotonic()
-        self._shown = ""
+        self._shown: object = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show_plan(trainer)
+        self._plan(trainer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show_plan(trainer)
+        self._plan(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,21 +111,12 @@ class FinetuneReport(Callback):
             reply = answer(pl_module.model, data.tokenizer, asked)
             outcome.samples.append(Sample(asked[-1]["content"], reference["content"], reply))
 
-    def _show_plan(self, trainer: Trainer) -> None:
-        text = describe_plan(trainer.strategy)
-        if trainer.is_global_zero and text != self._shown:
-            self.console.print(Panel(Text(text), title="Plan", title_align="left"))
-            self._shown = text
-
-
-def describe_plan(strategy: Any) -> str:
-    """How the run is laid out, and why, in the strategy's own words."""
-    decision = getattr(strategy, "decision", None)
-    if decision is not None:
-        return str(decision)
-    plan = getattr(strategy, "plan", None)
-    layout = type(strategy).__name__ if plan is None else str(plan)
-    return f"{layout}, as the recipe says: nothing was decided."
+    def _plan(self, trainer: Trainer) -> None:
+        plan = getattr(trainer.strategy, "plan", type(trainer.strategy).__name__)  # Lightning's own have none
+        if trainer.is_global_zero and plan != self._shown:
+            self._shown = plan
+            self.show_plan(trainer.strategy)
+        self.outcome.plan = plan.to_dict() if isinstance(plan, Plan) else {}
 
 
 def render(outcome: Outcome) -> Table:
