@@ -1,0 +1,91 @@
+"""From a path, a factory or a live module to one whose tensors are all without memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.simulate.patches import patched
+from lightning_shard.specs import AdapterSpec, TrainSpec
+
+ModelSource = str | Path | Callable[[], nn.Module]
+
+
+def build_on_meta(source: ModelSource, train: TrainSpec, *, dtype: str | None = None) -> nn.Module:
+    """The module on the meta device, adapters injected.
+
+    Args:
+        source: a model's folder, a hub id, or a function that builds any module.
+        train: says which adapter and which attention.
+        dtype: storage type of a model that is given by its path (FP32 by default).
+    """
+    with torch.device("meta"), no_weights():
+        module = source() if callable(source) else _from_config(source, train, dtype)
+    return module if train.adapter is None else add_adapter(module, train.adapter)
+
+
+def add_adapter(module: nn.Module, adapter: AdapterSpec) -> nn.Module:
+    """The module in peft's wrapper, as a training run makes it."""
+    from lightning_shard.adapters import lora
+
+    targets = adapter.target_modules
+    return lora(
+        module,
+        r=adapter.r,
+        method=adapter.method,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(adapter.modules_to_save) or None,
+    )
+
+
+@contextmanager
+def no_weights() -> Iterator[None]:
+    """Inside, transformers' ``from_pretrained`` builds from the config alone."""
+    from transformers import PreTrainedModel
+
+    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, dtype: Any = None, **_: Any) -> Any:
+        config = config or cls.config_class.from_pretrained(path)
+        model = cls(config)
+        return model.to(dtype) if isinstance(dtype, torch.dtype) else model
+
+    with patched(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+def _from_config(source: str | Path, train: TrainSpec, dtype: str | None) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(source)
+    if path.name == "config.json":
+        path = path.parent
+    config = AutoConfig.from_pretrained(str(path) if path.is_dir() else str(source))
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=train.attention)
+    return model.to(getattr(torch, dtype or "float32"))
+
+
+def to_fake(root: nn.Module) -> None:
+    """Replace every parameter and buffer by a fake CPU tensor of its shape and type, ties kept.
+
+    In place of ``root.to_empty("cpu")``, which cannot swap fake tensors in. Call it under the fake mode.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in root.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = (tensor, _fake_like(tensor))  # an id is only unique among the living
+                store[name] = made[id(tensor)][1]  # type: ignore[assignment]
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

@@ -1,0 +1,57 @@
+"""Tell FSDP2's memory by what it is for, and leave its shape arithmetic out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning_shard._compat import fsdp_transfers, sharding_arithmetic
+from lightning_shard.simulate.patches import patched
+from lightning_shard.simulate.tracker import Tracker
+
+_KINDS = {
+    "gather": "gather_buffers",
+    "copy_out": "gather_buffers",
+    "gathered": "gathered_weights",
+    "reduce": "reduce_buffers",
+}
+
+
+@contextmanager
+def fsdp_kinds(tracker: Tracker) -> Iterator[None]:
+    """Inside, what FSDP2 gathers and reduces has kinds of its own."""
+    with ExitStack() as stack:
+        for what, (owner, name) in fsdp_transfers().items():
+            within = _within(getattr(owner, name), tracker, _KINDS[what])
+            stack.enter_context(patched(owner, name, _then_adopt(within, tracker) if what == "reduce" else within))
+        owner, name = sharding_arithmetic()
+        stack.enter_context(patched(owner, name, _uncounted(getattr(owner, name), tracker)))
+        yield
+
+
+def _within(function: Callable[..., Any], tracker: Tracker, kind: str) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with tracker.during(kind):
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _uncounted(function: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with tracker.paused():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _then_adopt(reduce: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+    """What a reduction leaves on the sharded parameters are gradients."""
+
+    def inside(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
+        result = reduce(fsdp_params, *args, **kwargs)
+        for each in fsdp_params:
+            if each.sharded_param.grad is not None:
+                tracker.adopt(each.sharded_param.grad, "gradients")
+        return result
+
+    return inside

@@ -1,0 +1,46 @@
+"""A process group that says it is as large as the plan, for one process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_shard._compat import start_fake_process_group
+from lightning_shard.plans import Plan
+
+
+@contextmanager
+def fake_world(plan: Plan) -> Iterator[DeviceMesh | None]:
+    """A fake process group of the plan's size, and the mesh a sharded plan needs; gone afterwards.
+
+    Raises:
+        RuntimeError: when this process is in a real group already.
+    """
+    require_no_group()
+    if plan.world_size == 1:
+        yield None
+        return
+    start_fake_process_group(plan.world_size)
+    try:
+        yield _make_mesh(plan)
+    finally:
+        dist.destroy_process_group()
+
+
+def require_no_group() -> None:
+    """Raise RuntimeError when a process group is initialised: the fake one would take its place."""
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            f"A process group of {dist.get_world_size()} ranks is initialised in this process, and a simulation needs "
+            "its own. Simulate before the run starts, or call simulate_in_subprocess."
+        )
+
+
+def _make_mesh(plan: Plan) -> DeviceMesh | None:
+    if plan.strategy == "ddp":
+        return None
+    shape, names = (plan.dp_shard,), ("dp_shard",)
+    if plan.dp_replicate > 1:
+        return init_device_mesh("cpu", (plan.dp_replicate, *shape), mesh_dim_names=("dp_replicate", *names))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
