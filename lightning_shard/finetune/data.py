@@ -1,49 +1,24 @@
 """Instruction data: JSONL in, padded batches out, exact under any number of ranks."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.finetune.agree import on_all_ranks
-from lightning_shard.finetune.encode import IGNORED, Example, encode
+from lightning_shard.finetune.batches import Split, collate, filled_up, make_split
+from lightning_shard.finetune.encode import Example, encode
 from lightning_shard.finetune.rows import Message, Row, read_rows
-
-Batch = dict[str, Tensor]
 
 SAMPLES = 8
 """Validation rows of which the text is kept, for sample answers."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """The examples of one file, and what became of its rows."""
-
-    examples: list[Example]
-    num_rows: int
-    num_truncated: int
-    """Rows longer than ``max_seq_len``, cut at their end."""
-    num_left_out: int
-    """Rows without a token to learn, as after a cut within the prompt."""
-
-    @override
-    def __str__(self) -> str:
-        tokens = sum(len(example.input_ids) for example in self.examples)
-        labels = sum(example.num_label_tokens for example in self.examples)
-        return (
-            f"{len(self.examples):,} of {self.num_rows:,} rows, {tokens:,} tokens, {labels:,} of them learned; "
-            f"{self.num_truncated:,} rows truncated, {self.num_left_out:,} left out with nothing to learn"
-        )
 
 
 class InstructionData(LightningDataModule):
@@ -119,7 +94,7 @@ class InstructionData(LightningDataModule):
         return {name: self._encode(name, some) for name, some in rows.items()}
 
     def _encode(self, name: str, rows: list[Row]) -> Split:
-        return _split([encode(row, self.tokenizer) for row in rows], self.max_seq_len, self.files[name])
+        return make_split([encode(row, self.tokenizer) for row in rows], self.max_seq_len, self.files[name])
 
     def _loader(self, name: str, batch_size: int, *, shuffle: bool) -> DataLoader[Example]:
         ranks = self.trainer.world_size if self.trainer else 1
@@ -141,29 +116,6 @@ class InstructionData(LightningDataModule):
         return int(self.tokenizer.eos_token_id or 0) if pad is None else int(pad)
 
 
-def filled_up(examples: Sequence[Example], ranks: int, pad_id: int) -> list[Example]:
-    """The examples and as many empty ones as make their number a multiple of the ranks."""
-    empty = Example([pad_id], [IGNORED])
-    return [*examples, *[empty] * (-len(examples) % ranks)]
-
-
-def collate(examples: Sequence[Example], *, pad_id: int, multiple: int, longest: int) -> Batch:
-    """A batch padded on the right to its longest row, rounded up to ``multiple`` but not beyond ``longest``.
-
-    There is no attention mask: under causal attention no token looks at the padding to its right.
-    """
-    length = max(len(example.input_ids) for example in examples)
-    length = max(length, min(-(-length // multiple) * multiple, longest))
-    return {
-        "input_ids": _padded([example.input_ids for example in examples], length, pad_id),
-        "labels": _padded([example.labels for example in examples], length, IGNORED),
-    }
-
-
-def _padded(rows: list[list[int]], length: int, value: int) -> Tensor:
-    return torch.tensor([row + [value] * (length - len(row)) for row in rows], dtype=torch.long)
-
-
 def _conversations(rows: list[Row]) -> list[list[Message]]:
     found = []
     for row in rows:
@@ -173,19 +125,3 @@ def _conversations(rows: list[Row]) -> list[list[Message]]:
         if len(turns) > 1:
             found.append(turns)
     return found
-
-
-def _split(examples: list[Example], longest: int, path: Path) -> Split:
-    cut = [example.cut(longest) for example in examples]
-    kept = [example for example in cut if example.num_label_tokens]
-    if not kept:
-        raise ValueError(
-            f"{path}: none of its {len(examples)} rows has a token to learn within max_seq_len={longest}. "
-            "Raise max_seq_len, or shorten the prompts."
-        )
-    return Split(
-        examples=kept,
-        num_rows=len(examples),
-        num_truncated=sum(len(example.input_ids) > longest for example in examples),
-        num_left_out=len(cut) - len(kept),
-    )

@@ -1,6 +1,5 @@
 """A row becomes tokens, with labels where it is to be learned."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,63 +31,46 @@ def encode(row: Row, tokenizer: Any) -> Example:
 
     A turn is learned from its first character to its end-of-turn mark. White space that the template puts
     after that mark is not learned, since generation has stopped by then.
+
+    Raises:
+        ValueError: when the tokenizer or its chat template cannot tell which tokens are the assistant's.
     """
     if row.messages is None:
         ids = tokenizer(row.text)["input_ids"]
         ids = ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
         return Example(ids, list(ids))
+    text, spans = _rendered(row.messages, row.place, tokenizer)
+    return _label(tokenizer, text, spans, add_special_tokens=tokenizer.chat_template is None)
+
+
+def render(messages: list[Message], tokenizer: Any, *, answer_next: bool = False) -> str:
+    """A conversation as the model reads it, up to where the assistant's next turn starts if that is next.
+
+    A tokenizer without a chat template gets plain lines, the assistant's ended by the end-of-text mark.
+    """
     if tokenizer.chat_template is None:
-        text, spans, special = *_without_template(row, tokenizer), True
-    else:
-        text, spans, special = *_with_template(row, tokenizer), False
-    return _label(tokenizer, text, spans, add_special_tokens=special)
+        ends = {"assistant": str(tokenizer.eos_token)}
+        return "".join(message["content"] + ends.get(message["role"], "\n") for message in messages)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next))
 
 
-def render_prompt(messages: list[Message], tokenizer: Any) -> str:
-    """The text after which the assistant's next turn starts."""
-    if tokenizer.chat_template is None:
-        return "".join(f"{message['content']}\n" for message in messages)
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def _with_template(row: Row, tokenizer: Any) -> tuple[str, list[range]]:
-    assert row.messages is not None
-    text = str(tokenizer.apply_chat_template(row.messages, tokenize=False))
-
-    def until(turn: int) -> str:
-        assert row.messages is not None
-        return str(tokenizer.apply_chat_template(row.messages[: turn + 1], tokenize=False))
-
-    return text, list(_spans(row, text, lambda turn: render_prompt((row.messages or [])[:turn], tokenizer), until))
-
-
-def _without_template(row: Row, tokenizer: Any) -> tuple[str, list[range]]:
-    """Turns line by line; the assistant's end with the end-of-text mark."""
-    assert row.messages is not None
-    text, spans = "", []
-    for message in row.messages:
-        start = len(text)
-        if message["role"] == "assistant":
-            text += message["content"] + str(tokenizer.eos_token)
-            spans.append(range(start, len(text)))
-        else:
-            text += message["content"] + "\n"
-    return text, spans
-
-
-def _spans(row: Row, text: str, before: Callable[[int], str], until: Callable[[int], str]) -> Iterator[range]:
-    """Where in ``text`` each of the assistant's turns stands."""
-    for turn, message in enumerate(row.messages or []):
+def _rendered(messages: list[Message], place: str, tokenizer: Any) -> tuple[str, list[range]]:
+    """The whole conversation, and where in it each of the assistant's turns stands."""
+    text = render(messages, tokenizer)
+    spans = []
+    for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, end = before(turn), until(turn)
-        if not (text.startswith(end) and end.startswith(prompt)):
+        before = render(messages[:turn], tokenizer, answer_next=True)
+        through = render(messages[: turn + 1], tokenizer)
+        if not (text.startswith(through) and through.startswith(before)):
             raise ValueError(
-                f"{row.place}: the model's chat template rewrites turn {turn + 1} once later turns follow, so it "
-                "cannot be told which tokens are the assistant's. Give each of the assistant's turns as a row of its "
-                "own that ends with it."
+                f"{place}: the model's chat template rewrites turn {turn + 1} once later turns follow, so it cannot be "
+                "told which tokens are the assistant's. Give each of the assistant's turns as a row of its own that "
+                "ends with it."
             )
-        yield range(len(prompt), len(end.rstrip()))
+        spans.append(range(len(before), len(through.rstrip())))
+    return text, spans
 
 
 def _label(tokenizer: Any, text: str, spans: list[range], *, add_special_tokens: bool) -> Example:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.finetune.encode import render_prompt
+from lightning_shard.finetune.encode import render
 from lightning_shard.finetune.rows import Message
 
 
@@ -16,7 +16,7 @@ def answer(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: 
     same prompt leads all ranks through the same number of steps.
     """
     special = tokenizer.chat_template is None
-    inputs = tokenizer(render_prompt(messages, tokenizer), return_tensors="pt", add_special_tokens=special)
+    inputs = tokenizer(render(messages, tokenizer, answer_next=True), return_tensors="pt", add_special_tokens=special)
     training = model.training
     model.eval()
     ids = model.generate(

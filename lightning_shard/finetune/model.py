@@ -10,7 +10,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_shard.finetune.agree import on_all_ranks
-from lightning_shard.finetune.data import Batch
+from lightning_shard.finetune.batches import Batch
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.finetune.loss import TokenMeanLoss
 from lightning_shard.specs import AdapterSpec

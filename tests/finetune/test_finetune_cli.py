@@ -87,11 +87,17 @@ def run_under_torchrun(arguments: list[str]) -> int:
     return main(arguments)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "auto-shard", "fsdp2"])
 def test_ranks_started_by_torchrun(recipe: list[str], tmp_path: Path, strategy: str) -> None:
     arguments = [*recipe, "--json", "--trainer.strategy", strategy]
     assert run_ranks(2, run_under_torchrun, arguments) == [DONE, DONE]
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_full_fine_tuning_on_shards(recipe: list[str], tmp_path: Path) -> None:
+    arguments = [*recipe, "--json", "--trainer.strategy", "fsdp2", "--model.lora", "null"]
+    assert run_ranks(2, run_under_torchrun, arguments) == [DONE, DONE]
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_unknown_keys_are_told(recipe: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_a_gpu_run_takes_all_gpus_and_a_cpu_run_the_processes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_shard.cli.finetune import num_devices
+    from lightning_shard.finetune.checks import num_devices
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert num_devices("cpu", 2) == 2

@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from tiny import make_model_folder, write_pairs
 
 from lightning_shard.finetune import CausalLM, InstructionData
-from lightning_shard.finetune.data import collate, filled_up
+from lightning_shard.finetune.batches import collate, filled_up
 from lightning_shard.finetune.encode import IGNORED, Example
 from lightning_shard.testing import RankError, run_ranks
 

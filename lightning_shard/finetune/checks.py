@@ -1,0 +1,44 @@
+"""What can be set right or found wrong before any process is started."""
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+
+
+def prepare(script: Path) -> None:
+    """Run a recipe's script, which fetches or builds what is not there yet."""
+    if not script.is_file():
+        raise ValueError(
+            f"prepare names {str(script)!r}, which does not exist (looked from {Path.cwd()}). Scripts are found from "
+            "the folder the command is run in: run it where the recipe's header says, or give --prepare []."
+        )
+    code = subprocess.run([sys.executable, str(script)], check=False).returncode
+    if code:
+        raise RuntimeError(f"{script} ended with exit code {code}; its own message stands above. Nothing was trained.")
+
+
+def require_strategy(strategy: Any) -> None:
+    """Raise ValueError for a name that no strategy is registered under."""
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    if not isinstance(strategy, str) or strategy.lower() in names:
+        return
+    close = difflib.get_close_matches(strategy.lower(), names, n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"trainer.strategy={strategy!r} is not known. {meant}Give one of the registered names or a class_path. "
+        f"Registered: {', '.join(sorted(names))}."
+    )
+
+
+def num_devices(accelerator: Any, cpu_processes: int) -> int | str:
+    """What ``devices: auto`` means: what torchrun started, else all GPUs, else a number of processes."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    without = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
+    return cpu_processes if without else "auto"
