@@ -1,5 +1,6 @@
 """One block's activations: what it keeps, what a recomputing block keeps, and what backward makes on the way."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from lightning_shard.activations import parts
@@ -32,7 +33,7 @@ def block_activations(model: ModelSpec, unit: UnitSpec, train: TrainSpec) -> Blo
     setting = _setting(model, unit, train, c)
     tape = saved_by_block(arch, unit, setting)
     return BlockActivations(
-        kept_bytes=int(tape.bytes_per_token * tokens),
+        kept_bytes=tape.total(tokens),
         input_bytes=c * arch.hidden * tokens,
         gradient_bytes=_gradients(arch, c) * tokens,
         exact=True,
@@ -58,23 +59,46 @@ def num_tokens(model: ModelSpec, train: TrainSpec) -> int:
 def saved_by_block(arch: Architecture, unit: UnitSpec, setting: Setting) -> Tape:
     """What autograd keeps of one block, per token."""
     tape = Tape()
-    parts.norm(tape, arch, setting, "first norm", "first residual")
+    before, after = arch.norm_placement in ("pre", "both"), arch.norm_placement in ("branch", "both")
+    if before and not _starts_without_norm(arch, unit):
+        parts.norm(tape, arch, setting, "first norm", "first residual")
     parts.attention(tape, arch, setting)
+    if after:
+        parts.norm(tape, arch, setting, "attention norm", "attention branch")
     parts.residual_dropout(tape, arch, setting, "attention")
     if _has_cross_attention(unit):
         parts.norm(tape, arch, setting, "cross norm", "cross residual")
-        parts.attention(tape, arch, setting, "cross")
+        parts.attention(tape, arch, setting, cross=True)
         parts.residual_dropout(tape, arch, setting, "cross")
-    if arch.norms_per_block > 1:
+    if arch.norm_placement == "post":
+        parts.norm(tape, arch, setting, "first norm", "first sum")
+    if before and not arch.shared_norm:
         parts.norm(tape, arch, setting, "second norm", "first residual" if arch.parallel_block else "second residual")
-    for extra in range(arch.norms_per_block - 2):  # Gemma normalises both branches' outputs too
-        parts.norm(tape, arch, setting, f"branch norm {extra}", f"branch output {extra}")
-    if _is_mixture(arch, unit):
-        parts.experts(tape, arch, setting, trained=_experts_train(unit))
-    else:
-        parts.mlp(tape, arch, setting, ffn=_ffn(arch, setting))
+    _middle(tape, arch, unit, setting)
+    if after:
+        parts.norm(tape, arch, setting, "mlp norm", "mlp branch")
     parts.residual_dropout(tape, arch, setting, "mlp")
+    if arch.norm_placement == "post":
+        parts.norm(tape, arch, setting, "second norm", "second sum")
     return tape
+
+
+def _middle(tape: Tape, arch: Architecture, unit: UnitSpec, setting: Setting) -> None:
+    """The MLP, or the mixture in its place."""
+    weights = [tensor for tensor in unit.tensors if "experts" in tensor.name and len(tensor.shape) == 3]
+    if not (arch.experts and weights):
+        if arch.shared_norm:  # both branches read one tensor
+            setting = dataclasses.replace(setting, linears=setting.linears.renamed("mlp_in", "attention_in"))
+            tape.read_by_linears("attention_in", arch.hidden, setting)
+        parts.mlp(tape, arch, setting, ffn=_ffn(arch, setting))
+        return
+    adapted = any(tensor.adapter for tensor in unit.tensors if "experts" in tensor.name)
+    trained = adapted or any(tensor.trainable for tensor in weights)
+    router = any(tensor.trainable for tensor in unit.tensors if ".gate." in tensor.name)
+    parts.experts(tape, arch, setting, trained=trained, router_trained=router)
+    if adapted:  # peft adds the adapter's product to the weights and computes with the sums
+        elements = sum(tensor.numel for tensor in weights)
+        tape.once["adapted expert weights"] = setting.compute_bytes * elements
 
 
 def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Setting:
@@ -120,12 +144,9 @@ def _ffn(arch: Architecture, setting: Setting) -> int:
     return middle[0].num_in if middle else arch.ffn
 
 
-def _is_mixture(arch: Architecture, unit: UnitSpec) -> bool:
-    return bool(arch.experts) and any("experts" in tensor.name for tensor in unit.tensors)
-
-
-def _experts_train(unit: UnitSpec) -> bool:
-    return any(tensor.trainable for tensor in unit.tensors if "experts" in tensor.name)
+def _starts_without_norm(arch: Architecture, unit: UnitSpec) -> bool:
+    """ModernBERT's first layer: the embeddings end with a norm."""
+    return arch.family == "modernbert" and not any(tensor.name.startswith("attn_norm") for tensor in unit.tensors)
 
 
 def _has_cross_attention(unit: UnitSpec) -> bool:

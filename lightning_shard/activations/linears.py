@@ -1,5 +1,6 @@
 """Which linear layers a block has, what they read, and what their gradients need of it."""
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,6 +47,11 @@ class LinearUses:
         """Those that read one tensor."""
         return tuple(use for use in self.uses if use.reads == source)
 
+    def renamed(self, old: Input, new: Input) -> "LinearUses":
+        """The same layers where two of their inputs are one tensor."""
+        uses = (dataclasses.replace(use, reads=new if use.reads == old else use.reads) for use in self.uses)
+        return LinearUses(tuple(uses))
+
 
 def find_linears(unit: UnitSpec) -> LinearUses:
     """The linear layers among a unit's tensors, in order."""
@@ -83,9 +89,12 @@ def _reads(name: str) -> Input:
     for length in (3, 2, 1):
         found = _READS.get(".".join(parts[-length:]))
         if found is not None:
-            return _cross(found) if any(mark in name for mark in _CROSS) else found
+            return _cross(name, found) if any(mark in name for mark in _CROSS) else found
     return "other"
 
 
-def _cross(found: Input) -> Input:
-    return "cross_out" if found == "attention_out" else "cross_in"
+def _cross(name: str, found: Input) -> Input:
+    """Of a cross-attention only the query reads the decoder; all layers share the encoder's output."""
+    if found == "attention_out":
+        return "cross_out"
+    return "cross_in" if name.rpartition(".")[2] in ("q", "q_proj", "query") else "other"

@@ -4,97 +4,128 @@ Derived from transformers' eager code and checked against what autograd really k
 is the bytes of a compute element. A tensor is named after what it is; sharing is by name.
 """
 
+from lightning_shard.activations.linears import Input
 from lightning_shard.activations.tape import Setting, Tape
 from lightning_shard.specs import Architecture
 
-_COMPOSED_GELU = ("gelu_new", "gelu_fast", "quick_gelu")
+_COMPOSED_GELU = ("gelu_new", "gelu_fast")
+"""Written in Python as 0.5 x (1 + tanh(...)): four operands where a fused GELU keeps one."""
 _STATISTIC = 4
 """Bytes of one FP32 statistic per token (a reciprocal root, a mean, a log-sum-exp)."""
+_INDEX = 8
 
 
 def norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str) -> None:
     """One normalisation over the hidden size; ``reads`` names its input."""
-    c, h = setting.compute_bytes, arch.hidden
     if arch.norm == "layer":  # native_layer_norm: its input, mean and reciprocal deviation
-        tape.keep(reads, c * h)
+        tape.keep(reads, setting.compute_bytes * arch.hidden)
         tape.keep(f"{name} statistics", 2 * _STATISTIC)
         return
-    _rms(tape, arch, setting, name, reads, width=h, heads=1)
+    _rms(tape, arch, setting, name, reads, width=arch.hidden, rows=1)
 
 
-def _rms(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str, *, width: int, heads: int) -> None:
-    """Transformers' RMSNorm: the input in FP32, the root, and what the weight is multiplied with."""
+def _rms(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str, *, width: int, rows: int) -> None:
+    """Transformers' RMSNorm: the input in FP32, the root of each row, and what the weight is multiplied with."""
     c = setting.compute_bytes
-    tape.keep(f"{reads} in fp32", 4 * width)
-    tape.keep(f"{name} root", _STATISTIC * heads)
-    if arch.family == "t5" and c != 4:
+    tape.keep(reads if c == 4 else f"{reads} in fp32", 4 * width)
+    tape.keep(f"{name} root", _STATISTIC * rows)
+    if arch.norm == "rms-t5":
         tape.keep(reads, c * width)
     if setting.norms_train:
-        tape.keep(f"{name} normed", (4 if arch.norm == "rms-offset" else c) * width)
+        tape.keep(f"{name} normed", (4 if arch.norm == "rms-fp32" else c) * width)
 
 
-def attention(tape: Tape, arch: Architecture, setting: Setting, source: str = "attention") -> None:
+def attention(tape: Tape, arch: Architecture, setting: Setting, *, cross: bool = False) -> None:
     """Projections, rotation, scores and output projection of one attention."""
+    name = "cross" if cross else "attention"
+    inputs: Input = "cross_in" if cross else "attention_in"
+    outputs: Input = "cross_out" if cross else "attention_out"
     c = setting.compute_bytes
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    inputs, outputs = ("cross_in", "cross_out") if source == "cross" else ("attention_in", "attention_out")
-    tape.read_by_linears(inputs, arch.hidden, setting)  # type: ignore[arg-type]
-    if arch.qk_norm:
-        _rms(tape, arch, setting, f"{source} query norm", f"{source} raw query", width=q, heads=arch.heads)
-        _rms(tape, arch, setting, f"{source} key norm", f"{source} raw key", width=kv, heads=arch.kv_heads)
-    if arch.fused_qkv and arch.rotary_dim:  # the value is a view of the projection, which stays whole
-        tape.keep(f"{source} projection", c * (q + kv))
+    tape.read_by_linears(inputs, arch.hidden, setting)
+    if arch.qk_norm != "none":
+        rows = (arch.heads, arch.kv_heads) if arch.qk_norm == "head" else (1, 1)
+        _rms(tape, arch, setting, f"{name} query norm", f"{name} raw query", width=q, rows=rows[0])
+        _rms(tape, arch, setting, f"{name} key norm", f"{name} raw key", width=kv, rows=rows[1])
     repeated = q if setting.eager else kv  # eager attention copies keys and values once per query head
-    tape.keep(f"{source} query", c * q)
-    tape.keep(f"{source} key", c * repeated)
-    tape.keep(f"{source} value", c * repeated)
+    tape.keep(f"{name} query", c * q)
+    tape.keep(f"{name} key", c * repeated)
+    tape.keep(f"{name} value", c * repeated)
     if setting.eager:
-        _scores(tape, arch, setting, source)
-        tape.read_by_linears(outputs, q, setting)  # type: ignore[arg-type]
+        _scores(tape, arch, setting, name)
     else:
-        tape.keep(outputs, c * q)  # the kernel's output, which the output projection reads
-        tape.keep(f"{source} log-sum-exp", _STATISTIC * arch.heads)
-        tape.read_by_linears(outputs, q, setting)  # type: ignore[arg-type]
+        tape.keep(f"{name} projection", c * _projection_views(arch, q, kv))
+        tape.keep(f"{name} output" if arch.rotary_joins else outputs, c * q)
+        tape.keep(f"{name} log-sum-exp", _STATISTIC * arch.heads)
+        if arch.norm == "rms-t5" and not cross:  # each layer makes its own copy of the learned position bias
+            tape.keep(f"{name} bias", c * arch.heads * setting.seq_len)
+    tape.read_by_linears(outputs, q, setting)
 
 
-def _scores(tape: Tape, arch: Architecture, setting: Setting, source: str) -> None:
-    """Eager attention: softmax in FP32 and its cast, for every head and pair of positions."""
-    pairs = arch.heads * setting.seq_len
-    tape.keep(f"{source} softmax", 4 * pairs)
-    if setting.compute_bytes != 4:
-        tape.keep(f"{source} probabilities", setting.compute_bytes * pairs)
+def _projection_views(arch: Architecture, q: int, kv: int) -> int:
+    """Elements of a fused projection that stay because a view of it does, beyond the view itself.
+
+    A decoder's cache copies keys and values, so an unrotated query alone is a view (GPT-2); without a cache a
+    rotated model's value is the view (ModernBERT), and an unrotated model's three views are all of it.
+    """
+    cached = arch.kind == "causal-lm"
+    if not arch.fused_qkv or cached == bool(arch.rotary_dim):
+        return 0
+    return 2 * kv if cached else q + kv
+
+
+def _scores(tape: Tape, arch: Architecture, setting: Setting, name: str) -> None:
+    """Eager attention: for every head and pair of positions a softmax, in FP32 where the family casts it up."""
+    c, pairs = setting.compute_bytes, arch.heads * setting.seq_len
+    widens = c != 4 and arch.family in _SOFTMAX_IN_FP32
+    tape.keep(f"{name} softmax", (4 if widens else c) * pairs)
+    if widens and not setting.attention_dropout:
+        tape.keep(f"{name} probabilities", c * pairs)
     if arch.attention_softcap:
-        tape.keep(f"{source} softcap", setting.compute_bytes * pairs)
+        tape.keep(f"{name} softcap", c * pairs)
     if setting.attention_dropout:
-        tape.keep(f"{source} dropped probabilities", setting.compute_bytes * pairs)
-        tape.keep(f"{source} dropout mask", pairs)
+        tape.keep(f"{name} dropped probabilities", c * pairs)
+        tape.keep(f"{name} dropout mask", pairs)
 
 
-def mlp(tape: Tape, arch: Architecture, setting: Setting, *, ffn: int, copies: float = 1.0, name: str = "mlp") -> None:
-    """A gated or plain MLP; ``copies`` is how many rows each token has in it (experts per token)."""
+_SOFTMAX_IN_FP32 = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "phi3", "phi", "gemma", "gemma2",
+    "gemma3_text", "mixtral", "qwen3_moe", "stablelm", "gpt_neox", "modernbert", "vit",
+)  # fmt: skip
+
+
+def mlp(tape: Tape, arch: Architecture, setting: Setting, *, ffn: int) -> None:
+    """A gated or plain MLP."""
     c = setting.compute_bytes
     tape.read_by_linears("mlp_in", arch.hidden, setting)
+    activated = "mlp activated"
     if arch.gated_mlp:
-        tape.keep(f"{name} gate", c * ffn * copies)
-        tape.keep(f"{name} activated gate", c * ffn * copies)
-        tape.keep(f"{name} up", c * ffn * copies)
-        if arch.activation in _COMPOSED_GELU:
-            tape.keep(f"{name} gelu parts", 3 * c * ffn * copies)
-    elif arch.activation != "relu":  # relu keeps its output, which the next layer reads
-        tape.keep(f"{name} up", c * ffn * copies)
-        if arch.activation in _COMPOSED_GELU:
-            tape.keep(f"{name} gelu parts", 3 * c * ffn * copies)
+        tape.keep("mlp gate", c * ffn)
+        tape.keep(activated, c * ffn)
+        tape.keep("mlp up", c * ffn)
+    elif arch.activation == "relu":  # keeps its output, which the next layer reads
+        activated = "mlp_mid"
+        tape.keep("mlp relu" if _drops_inside(arch, setting) else activated, c * ffn)
     else:
-        tape.keep("mlp_mid", c * ffn * copies)
-    if arch.kind == "encoder-decoder" and setting.training_dropout:
-        tape.keep(f"{name} dropout mask", ffn)
+        tape.keep("mlp up", c * ffn)
+    if arch.activation in _COMPOSED_GELU:
+        tape.keep("mlp gelu parts", 3 * c * ffn)
+    if _drops_inside(arch, setting):
+        tape.keep("mlp dropout mask", ffn)
     tape.read_by_linears("mlp_mid", ffn, setting)
 
 
-def experts(tape: Tape, arch: Architecture, setting: Setting, *, trained: bool) -> None:
-    """A mixture: each token goes through ``experts_per_token`` expert MLPs, and its rows are kept for each."""
+def _drops_inside(arch: Architecture, setting: Setting) -> bool:
+    return arch.kind == "encoder-decoder" and setting.training_dropout > 0
+
+
+def experts(tape: Tape, arch: Architecture, setting: Setting, *, trained: bool, router_trained: bool) -> None:
+    """A mixture through grouped products: each token's rows once per expert it goes to, evenly routed or not."""
     c, k = setting.compute_bytes, arch.experts_per_token
+    if router_trained:
+        tape.keep("mlp_in", c * arch.hidden)
     tape.keep("router probabilities", 4 * arch.experts)
+    tape.keep("router choices", k * (4 * _INDEX + 3 * _STATISTIC))
     if trained:
         tape.keep("expert inputs", c * arch.hidden * k)
         tape.keep("expert products", c * arch.expert_ffn * k)
@@ -102,10 +133,10 @@ def experts(tape: Tape, arch: Architecture, setting: Setting, *, trained: bool) 
     tape.keep("expert activated gate", c * arch.expert_ffn * k)
     tape.keep("expert outputs", c * arch.hidden * k)
     if arch.shared_expert_ffn:
-        mlp(tape, arch, setting, ffn=arch.shared_expert_ffn, name="shared expert")
+        mlp(tape, arch, setting, ffn=arch.shared_expert_ffn)
 
 
 def residual_dropout(tape: Tape, arch: Architecture, setting: Setting, name: str) -> None:
     """The mask of a dropout on the residual branch: one byte per element on accelerators."""
     if setting.training_dropout:
-        tape.keep(f"{name} dropout mask", arch.hidden)
+        tape.keep(f"{name} residual dropout mask", arch.hidden)

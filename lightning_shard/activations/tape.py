@@ -27,11 +27,17 @@ class Tape:
     """Bytes per token by what they are."""
 
     kept: dict[str, float] = field(default_factory=dict)
+    once: dict[str, int] = field(default_factory=dict)
+    """Bytes per block, however many tokens."""
 
     def keep(self, name: str, bytes_per_token: float) -> None:
         """Keep one tensor; the same name again is the same tensor."""
         if bytes_per_token:
             self.kept[name] = bytes_per_token
+
+    def total(self, tokens: int) -> int:
+        """Bytes of one block for so many tokens."""
+        return int(self.bytes_per_token * tokens) + sum(self.once.values())
 
     @property
     def bytes_per_token(self) -> float:

@@ -1,7 +1,7 @@
 """What devices and links can do: a row each with its source, and what is here."""
 
 from lightning_shard.hardware.cluster import Cluster, Device, Link
-from lightning_shard.hardware.detect import detect
+from lightning_shard.hardware.detection import detect
 from lightning_shard.hardware.gpus import GPUS, HOST, find_device
 from lightning_shard.hardware.links import LINKS, find_link, link_between_nodes, link_inside_node
 

@@ -90,7 +90,7 @@ class Cluster:
     @classmethod
     def detect(cls, *, devices: int | None = None, nodes: int | None = None) -> "Cluster":
         """What this machine has. The one method here that imports torch."""
-        from lightning_shard.hardware.detect import detect
+        from lightning_shard.hardware.detection import detect
 
         return detect(devices=devices, nodes=nodes)
 

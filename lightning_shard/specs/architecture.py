@@ -26,16 +26,25 @@ class Architecture:
     gated_mlp: bool = False
     """Gate and up projections (SwiGLU, GeGLU), or one projection and an activation."""
     activation: str = "gelu"
-    norm: Literal["rms", "rms-offset", "layer"] = "layer"
-    """``rms-offset`` is Gemma's: FP32 throughout, multiplied by 1 + weight."""
-    norms_per_block: int = 2
+    norm: Literal["rms", "rms-fp32", "rms-t5", "layer"] = "layer"
+    """``rms-fp32`` multiplies by its weight before it casts back (Gemma, OLMo 2); ``rms-t5`` casts only its
+    variance up."""
+    norm_placement: Literal["pre", "branch", "both", "post"] = "pre"
+    """Before each branch, on each branch's output (OLMo 2), both (Gemma 2 and 3), or after each sum (BERT)."""
+    shared_norm: bool = False
+    """A parallel block with one norm for both branches (Phi)."""
     parallel_block: bool = False
     """Attention and MLP read the same input (GPT-NeoX, Phi)."""
-    qk_norm: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    """Norm of queries and keys, per head or over all of them."""
     rotary_dim: int = 0
     """Dimensions of each head that are rotated; 0 for none."""
+    rotary_joins: bool = False
+    """Rotated and unrotated parts are joined into new queries; attention's output then has their layout and is
+    copied for the output projection (GPT-NeoX, Phi, StableLM)."""
     fused_qkv: bool = False
-    """Query, key and value come from one projection and stay views of its output."""
+    """Query, key and value come from one projection. Without a key-value cache, which copies them, a rotated
+    model's value stays a view of it; transformers' decoders fill a cache in training unless told not to."""
     sliding_window: int | None = None
     logit_softcap: float | None = None
     attention_softcap: float | None = None

@@ -5,29 +5,32 @@ from typing import Any
 from lightning_shard.specs.architecture import Architecture, ModelKind
 
 # Facts the config does not carry: how transformers writes the family's block.
+_LLAMA = {"norm": "rms", "gated_mlp": True}
+_GEMMA = {"norm": "rms-fp32", "gated_mlp": True}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"norm": "rms", "gated_mlp": True},
-    "mistral": {"norm": "rms", "gated_mlp": True},
-    "qwen2": {"norm": "rms", "gated_mlp": True},
-    "qwen3": {"norm": "rms", "gated_mlp": True, "qk_norm": True},
-    "olmo2": {"norm": "rms", "gated_mlp": True},
-    "granite": {"norm": "rms", "gated_mlp": True},
-    "smollm3": {"norm": "rms", "gated_mlp": True},
-    "phi3": {"norm": "rms", "gated_mlp": True, "fused_qkv": True},
-    "gemma": {"norm": "rms-offset", "gated_mlp": True},
-    "gemma2": {"norm": "rms-offset", "gated_mlp": True, "norms_per_block": 4},
-    "gemma3_text": {"norm": "rms-offset", "gated_mlp": True, "norms_per_block": 4, "qk_norm": True},
-    "mixtral": {"norm": "rms", "gated_mlp": True},
-    "qwen3_moe": {"norm": "rms", "gated_mlp": True, "qk_norm": True},
-    "stablelm": {"norm": "layer", "gated_mlp": True},
-    "phi": {"norm": "layer", "parallel_block": True, "norms_per_block": 1},
-    "gpt_neox": {"norm": "layer", "parallel_block": True, "fused_qkv": True},
-    "gpt2": {"norm": "layer", "fused_qkv": True},
-    "gpt_bigcode": {"norm": "layer", "fused_qkv": True},
-    "bert": {"norm": "layer"},
-    "modernbert": {"norm": "layer", "gated_mlp": True, "fused_qkv": True},
-    "vit": {"norm": "layer"},
-    "t5": {"norm": "rms"},
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "ministral": _LLAMA,
+    "qwen2": _LLAMA,
+    "granite": _LLAMA,
+    "smollm3": _LLAMA,
+    "qwen3": {**_LLAMA, "qk_norm": "head"},
+    "olmo2": {**_LLAMA, "norm": "rms-fp32", "norm_placement": "branch", "qk_norm": "whole"},
+    "phi3": {**_LLAMA, "fused_qkv": True, "rotary_joins": True},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "norm_placement": "both"},
+    "gemma3_text": {**_GEMMA, "norm_placement": "both", "qk_norm": "head"},
+    "mixtral": _LLAMA,
+    "qwen3_moe": {**_LLAMA, "qk_norm": "head"},
+    "stablelm": {"gated_mlp": True, "rotary_joins": True},
+    "phi": {"parallel_block": True, "shared_norm": True, "rotary_joins": True},
+    "gpt_neox": {"parallel_block": True, "fused_qkv": True, "rotary_joins": True},
+    "gpt2": {"fused_qkv": True},
+    "gpt_bigcode": {"fused_qkv": True},
+    "bert": {"norm_placement": "post"},
+    "modernbert": {"gated_mlp": True, "fused_qkv": True},
+    "vit": {},
+    "t5": {"norm": "rms-t5"},
 }
 _KINDS: dict[str, ModelKind] = {"bert": "encoder", "modernbert": "encoder", "vit": "vision", "t5": "encoder-decoder"}
 
@@ -66,7 +69,7 @@ def read_architecture(config: Any) -> Architecture | None:
         sliding_window=_first(config, "sliding_window"),
         dropout=float(_first(config, "hidden_dropout_prob", "resid_pdrop", "hidden_dropout", "dropout_rate") or 0.0),
         attention_dropout=float(
-            _first(config, "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") or 0.0
+            _first(config, "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate") or 0.0
         ),
         decoder_layers=_int(config, "num_decoder_layers") if _KINDS.get(family) == "encoder-decoder" else 0,
         tokens_per_sample=_image_tokens(config) if family == "vit" else None,

@@ -75,6 +75,8 @@ def _adapted(unit: UnitSpec, adapter: AdapterSpec, targets: set[str], kept: set[
             yield dataclasses.replace(tensor, name=f"{tensor.name}.modules_to_save", trainable=True)
         elif name in targets and is_linear(tensor):
             yield from _adapter_tensors(tensor, adapter)
+        elif adapter.target_modules == ALL_LINEAR and _is_mixture_part(unit, tensor):
+            yield from _mixture_tensors(tensor, adapter)
 
 
 def _adapter_tensors(tensor: TensorSpec, adapter: AdapterSpec) -> Iterator[TensorSpec]:
@@ -86,6 +88,23 @@ def _adapter_tensors(tensor: TensorSpec, adapter: AdapterSpec) -> Iterator[Tenso
     for name, shape in shapes.items():
         full = f"{module}.{name}".lstrip(".")
         yield TensorSpec(name=full, shape=shape, dtype="float32", adapter=True, owner="Linear")
+
+
+def _is_mixture_part(unit: UnitSpec, tensor: TensorSpec) -> bool:
+    """A router, or experts stacked in one tensor, which peft adapts under "all-linear" as well."""
+    stacked = [other for other in unit.tensors if len(other.shape) == 3 and ".experts." in other.name]
+    return bool(stacked) and (tensor in stacked or tensor.name.endswith(".gate.weight"))
+
+
+def _mixture_tensors(tensor: TensorSpec, adapter: AdapterSpec) -> Iterator[TensorSpec]:
+    """Rank r per expert, and twice that where gate and up stand in one tensor (experts, out, in)."""
+    if len(tensor.shape) == 2:
+        yield from _adapter_tensors(tensor, adapter)
+        return
+    experts, num_out, num_in = tensor.shape
+    rank = adapter.r * experts * (2 if tensor.name.endswith("gate_up_proj") else 1)
+    for name, shape in (("lora_A.weight", (rank, num_in)), ("lora_B.weight", (num_out, rank))):
+        yield TensorSpec(name=f"{tensor.name}.{name}", shape=shape, dtype="float32", adapter=True, owner="Linear")
 
 
 def _nothing_matched(model: ModelSpec, field: str, given: object) -> str:

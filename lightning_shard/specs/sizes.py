@@ -19,10 +19,10 @@ def parse_bytes(text: str | int) -> int:
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"size {text!r} is not understood. Write a number and a unit: 80GiB, 24GB, 512MiB or bytes.")
-    size = int(float(match.group(1)) * unit)
-    if size <= 0:
-        raise ValueError(f"size {text!r} must be above 0 bytes.")
-    return size
+    size = float(match.group(1)) * unit
+    if not 1 <= size < 2**63:
+        raise ValueError(f"size {text!r} must be above 0 bytes and below {2**63}.")
+    return int(size)
 
 
 def format_bytes(size: int) -> str:

@@ -1,0 +1,161 @@
+"""Which layout is chosen, with the published cases that other selectors get wrong."""
+
+import json
+import time
+
+import pytest
+from hand_specs import GIB, LLAMA_1B, LLAMA_2_7B, LLAMA_2_70B, LLAMA_8B, LLAMA_70B, TINY, cluster
+
+from lightning_shard.planner import Decision, candidates, choose, simplicity
+from lightning_shard.plans import Plan
+from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
+
+LORA = TrainSpec(seq_len=2048, adapter=AdapterSpec(r=16))
+
+
+def test_a_70b_never_gets_ddp_on_80_gib() -> None:
+    """L17: 140 GB of bf16 weights on each device."""
+    for train in (LORA, TrainSpec(seq_len=2048), TrainSpec(seq_len=1, adapter=AdapterSpec(r=1))):
+        decision = choose(LLAMA_70B, train, cluster(memory_gib=80), headroom=0.0)
+        assert decision.plan.strategy == "fsdp2"
+        ddp = [row for row in decision.rejected if row.plan.strategy == "ddp"]
+        assert all(row.device_bytes > 140e9 for row in ddp)
+        assert all("GiB usable" in row.reason for row in ddp)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_llama_2_70b_lora_does_not_fit_on_two_80_gib_devices(devices: int, micro_batch_size: int) -> None:
+    """L3: out of memory at every batch size, with checkpointing, as published."""
+    train = TrainSpec(seq_len=4096, micro_batch_size=micro_batch_size, adapter=AdapterSpec(r=16))
+    pin = {"activation_checkpoint": "full"}
+    decision = choose(LLAMA_2_70B, train, cluster("a100-80", devices), headroom=0.0, pin=pin)
+    assert not decision.fits
+    assert decision.shortfall_bytes > 0
+    assert decision.estimate.device_bytes > 140e9 / devices
+
+
+def test_90b_in_full_cannot_fit_eight_80_gib_devices() -> None:
+    """L15: 16 bytes per parameter, 180 GB per device on 8, against 22.5 GB of a frozen bf16 base."""
+    full = choose(LLAMA_70B, TrainSpec(seq_len=1024), cluster(memory_gib=80))
+    states = sum(full.estimate.terms[key] for key in ("trained_weights", "optimizer_state")) / LLAMA_70B.num_parameters
+    assert not full.fits
+    assert states == pytest.approx(12 / 8, rel=1e-3)
+    lora = choose(LLAMA_70B, LORA, cluster(memory_gib=80), pin={"activation_checkpoint": "full"})
+    assert lora.fits
+    assert lora.estimate.terms["frozen_weights"] == pytest.approx(2 * LLAMA_70B.num_parameters / 8, rel=1e-3)
+
+
+def test_ddp_when_it_fits_with_headroom_else_fsdp2_else_no() -> None:
+    found = {}
+    for memory_gib in (10, 16, 48):
+        decision = choose(LLAMA_8B, TrainSpec(seq_len=512, adapter=AdapterSpec()), cluster(memory_gib=memory_gib))
+        found[memory_gib] = (decision.plan.strategy, decision.fits)
+        assert decision.fits == (decision.estimate.device_bytes <= 0.9 * memory_gib * GIB)
+    assert found == {10: ("fsdp2", False), 16: ("fsdp2", True), 48: ("ddp", True)}
+
+
+def test_one_device_needs_no_collective() -> None:
+    decision = choose(LLAMA_1B, LORA, cluster(devices=1))
+    assert decision.plan == Plan()
+    assert decision.estimate.comm_bytes == 0
+    assert "ddp_buckets" not in decision.estimate.terms
+    assert "collective_buffers" not in decision.estimate.terms
+
+
+def test_headroom_and_95_percent() -> None:
+    needs = choose(LLAMA_8B, LORA, cluster()).estimate.device_bytes
+    just = cluster(memory_gib=needs / 0.96 / GIB)
+    assert choose(LLAMA_8B, LORA, just, headroom=0.0).plan.strategy == "fsdp2"
+    enough = cluster(memory_gib=needs / 0.94 / GIB)
+    assert choose(LLAMA_8B, LORA, enough, headroom=0.0).plan.strategy == "ddp"
+    assert choose(LLAMA_8B, LORA, enough, headroom=0.1).plan.strategy == "fsdp2"
+
+
+def test_answers_within_a_second_for_70b_on_1024_devices() -> None:
+    where = cluster(nodes=128)
+    start = time.perf_counter()
+    decision = choose(LLAMA_70B, TrainSpec(seq_len=8192), where)
+    assert time.perf_counter() - start < 1.0
+    assert decision.plan.world_size == 1024
+    assert decision.plan.strategy == "fsdp2"
+
+
+def test_what_would_help_is_tried_out() -> None:
+    train = TrainSpec(seq_len=8192, micro_batch_size=4)
+    decision = choose(LLAMA_8B, train, cluster())
+    assert not decision.fits
+    assert any("micro-batch" in line for line in decision.advice)
+    assert any("such devices" in line for line in decision.advice)
+
+
+def test_the_gap_to_ddp_is_named() -> None:
+    decision = choose(LLAMA_8B, TrainSpec(seq_len=2048), cluster())
+    assert decision.plan.strategy == "fsdp2"
+    assert any("more per device DDP would fit" in line for line in decision.advice)
+
+
+def test_every_candidate_is_accounted_for() -> None:
+    found = list(candidates(LLAMA_8B, LORA, cluster()))
+    decision = choose(LLAMA_8B, LORA, cluster())
+    assert {decision.plan, *(row.plan for row in decision.rejected)} == set(found)
+    assert len(found) == 3
+    assert all(plan.world_size == 8 for plan in found)
+    assert min(found, key=simplicity).strategy == "ddp"
+
+
+def test_ddp_buckets_are_sized_from_what_trains() -> None:
+    assert choose(LLAMA_8B, LORA, cluster()).plan.bucket_cap_mb == 25.0
+    small = choose(TINY, TrainSpec(seq_len=64, adapter=AdapterSpec(r=2)), cluster(devices=2)).plan
+    assert small.bucket_cap_mb is not None
+    assert small.bucket_cap_mb < 1.0
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"color": 1}, "'color' is not a field of a Plan"),
+        ({"tp": 2}, "tp=2 cannot be carried out yet"),
+        ({"offload": "all"}, "offload='all' cannot be carried out yet"),
+        ({"resident_blocks": 3}, "cannot be carried out yet"),
+        ({"dp_shard": 3}, "No layout of 8 devices honours"),
+        ({"dp_replicate": 2, "dp_shard": 4}, "No layout of 8 devices honours"),
+    ],
+)
+def test_pins_that_cannot_be_carried_out(pin: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(LLAMA_8B, LORA, cluster(), pin=pin)
+
+
+def test_pins_are_honoured() -> None:
+    decision = choose(LLAMA_8B, LORA, cluster(), pin={"dp_shard": 8, "activation_checkpoint": "full", "compile": True})
+    assert decision.plan.dp_shard == 8
+    assert decision.plan.activation_checkpoint == "full"
+    assert decision.plan.compile
+    assert all(row.plan.dp_shard == 8 for row in decision.rejected)
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0])
+def test_headroom_out_of_range(headroom: float) -> None:
+    with pytest.raises(ValueError, match="headroom"):
+        choose(LLAMA_8B, LORA, cluster(), headroom=headroom)
+
+
+def test_a_sequence_beyond_the_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"seq_len=5000 is beyond the 4096 positions of llama-2-7b"):
+        choose(LLAMA_2_7B, TrainSpec(seq_len=5000), cluster())
+
+
+def test_nothing_to_train_is_refused() -> None:
+    values = TINY.to_dict()
+    for unit in values["units"]:
+        unit["tensors"] = [{**tensor, "trainable": False} for tensor in unit["tensors"]]
+    frozen = ModelSpec.from_dict(values)
+    with pytest.raises(ValueError, match="every parameter is frozen"):
+        choose(frozen, TrainSpec(), cluster())
+
+
+def test_decisions_survive_json() -> None:
+    for train in (LORA, TrainSpec(seq_len=8192, micro_batch_size=8)):
+        decision = choose(LLAMA_8B, train, cluster())
+        assert Decision.from_dict(json.loads(json.dumps(decision.to_dict()))) == decision

@@ -1,0 +1,216 @@
+"""Each memory term against its own arithmetic."""
+
+import math
+
+import pytest
+from hand_specs import LLAMA_2_7B, LLAMA_8B, cluster, llama
+
+from lightning_shard.activations import block_activations
+from lightning_shard.memory import OVERHEADS, TERMS, Moment, estimate_memory
+from lightning_shard.memory.groups import shard_numel
+from lightning_shard.memory.situation import Situation, make_situation
+from lightning_shard.plans import Plan
+from lightning_shard.specs import AdapterSpec, ModelSpec, TensorSpec, TrainSpec
+
+DDP, FSDP, ONE = Plan(dp_replicate=8), Plan(dp_shard=8), Plan()
+LORA = TrainSpec(seq_len=2048, adapter=AdapterSpec(r=16))
+FULL = TrainSpec(seq_len=2048)
+
+
+def situation(train: TrainSpec, plan: Plan, model: ModelSpec = LLAMA_8B) -> Situation:
+    return make_situation(model, train, plan, cluster())
+
+
+def term(name: str, train: TrainSpec, plan: Plan, moment: Moment = Moment.LOSS, model: ModelSpec = LLAMA_8B) -> int:
+    return TERMS[name](situation(train, plan, model), moment)
+
+
+def test_terms_add_up() -> None:
+    for train in (LORA, FULL):
+        for plan in (DDP, FSDP, ONE):
+            estimate = estimate_memory(LLAMA_8B, train, plan, cluster())
+            live = sum(size for name, size in estimate.terms.items() if name in TERMS)
+            assert live == estimate.allocated_bytes == max(estimate.moments.values())
+            assert estimate.reserved_bytes == live + estimate.terms["allocator_slack"]
+            assert sum(estimate.terms.values()) == estimate.device_bytes
+            assert set(estimate.terms) <= set(TERMS) | set(OVERHEADS)
+            assert estimate.peak_at in {moment.value for moment in Moment}
+
+
+def test_frozen_bytes_are_2p_over_n_and_trained_4t_over_n() -> None:
+    """E6: only what trains is FP32."""
+    trained = LLAMA_8B.with_adapter(AdapterSpec(r=16)).num_trainable
+    assert term("frozen_weights", LORA, FSDP) == 2 * LLAMA_8B.num_parameters // 8
+    assert term("trained_weights", LORA, FSDP) == 4 * trained // 8
+    assert term("frozen_weights", LORA, DDP) == 2 * LLAMA_8B.num_parameters
+    assert term("trained_weights", LORA, DDP) == 4 * trained
+    assert term("frozen_weights", FULL, FSDP) == 0
+    assert term("trained_weights", FULL, FSDP) == 4 * LLAMA_8B.num_parameters // 8
+
+
+def test_states_of_a_7b_lora_are_16_bytes_per_trained_parameter() -> None:
+    """L13: frozen parameters have neither gradients nor optimizer state."""
+    trained = LLAMA_2_7B.with_adapter(AdapterSpec(r=16)).num_trainable
+    at_step = {name: term(name, LORA, ONE, Moment.OPTIMIZER, LLAMA_2_7B) for name in TERMS}
+    states = at_step["trained_weights"] + at_step["gradients"] + at_step["optimizer_state"]
+    assert states == 16 * trained
+    assert at_step["optimizer_state"] == 8 * trained
+
+
+def test_our_multiplier_in_full_training_is_16() -> None:
+    """L14: master 4, gradient 4, two moments 8, per parameter and divided by the shards."""
+    at_step = {name: term(name, FULL, FSDP, Moment.OPTIMIZER) for name in TERMS}
+    states = at_step["trained_weights"] + at_step["gradients"] + at_step["optimizer_state"]
+    assert states == 16 * LLAMA_8B.num_parameters // 8
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [("adamw", 8), ("Adam", 8), ("sgd", 0), ("sgd-momentum", 4), ("SGD_momentum", 4), ("adagrad", 4), ("lion", 4)],
+)
+def test_optimizer_state(optimizer: str, bytes_per_parameter: int) -> None:
+    train = TrainSpec(seq_len=128, optimizer=optimizer)
+    assert term("optimizer_state", train, ONE) == bytes_per_parameter * LLAMA_8B.num_parameters
+
+
+def test_adafactor_keeps_rows_and_columns() -> None:
+    rows_and_columns = sum(unit.count * sum(tensor.shape) for unit in LLAMA_8B.units for tensor in unit.tensors)
+    assert term("optimizer_state", TrainSpec(optimizer="adafactor"), ONE) == 4 * rows_and_columns
+
+
+def test_step_temporaries() -> None:
+    everything = 4 * LLAMA_8B.num_parameters
+    assert term("optimizer_step", FULL, ONE, Moment.OPTIMIZER) == everything
+    assert term("optimizer_step", TrainSpec(optimizer_implementation="fused"), ONE, Moment.OPTIMIZER) == 0
+    loop = term("optimizer_step", TrainSpec(optimizer_implementation="loop"), ONE, Moment.OPTIMIZER)
+    assert loop == 4 * 128256 * 4096
+    assert term("optimizer_step", FULL, ONE, Moment.LOSS) == 0
+
+
+def test_buckets_hold_all_gradients_and_only_under_ddp() -> None:
+    trained = LLAMA_8B.with_adapter(AdapterSpec(r=16)).num_trainable
+    assert term("ddp_buckets", LORA, DDP) == 4 * trained
+    assert term("gradients", LORA, DDP, Moment.OPTIMIZER) == 0
+    assert term("ddp_buckets", LORA, FSDP) == term("ddp_buckets", LORA, ONE) == 0
+
+
+def test_gathered_weights() -> None:
+    block, head, norm = 218_112_000, 128256 * 4096, 4096
+    assert term("gathered_weights", FULL, DDP) == 0
+    assert term("gathered_weights", FULL, FSDP, Moment.OPTIMIZER) == 0
+    assert term("gathered_weights", FULL, FSDP, Moment.LOSS) == 2 * (norm + head + block)
+    assert term("gathered_weights", FULL, FSDP, Moment.TOP) == 2 * (norm + 2 * block)
+    kept = term("gathered_weights", FULL, Plan(dp_shard=8, reshard_after_forward=False), Moment.LOSS)
+    assert kept == 2 * (norm + head + block + 32 * block + head)
+    fourth = term("gathered_weights", FULL, Plan(dp_shard=8, reshard_after_forward=4), Moment.LOSS)
+    assert fourth == 2 * (norm + head + block) + 2 * (32 * block + head) // 4
+
+
+def test_a_tied_table_stays_gathered_with_the_root() -> None:
+    tied = llama(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, tied=True)
+    gathered = term("gathered_weights", TrainSpec(seq_len=8), Plan(dp_shard=2), Moment.EMBEDDING, tied)
+    assert gathered == 2 * (256 * 64 + 64)
+
+
+def test_compute_copies_are_ddp_masters_cast_down() -> None:
+    embedding = 128256 * 4096
+    assert term("compute_copies", FULL, DDP) == 2 * (LLAMA_8B.num_parameters - embedding)
+    assert term("compute_copies", FULL, FSDP) == 0
+    assert term("compute_copies", TrainSpec(precision="32-true"), DDP) == 0
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 100, 512])
+def test_uneven_rows_round_up_on_the_worst_rank(ranks: int) -> None:
+    weight = TensorSpec(name="w", shape=(1000, 7), owner="Linear")
+    assert shard_numel(weight, ranks) == math.ceil(1000 / ranks) * 7
+    norm = TensorSpec(name="w", shape=(1000,))
+    assert shard_numel(norm, ranks) == math.ceil(1000 / ranks)
+
+
+def test_lora_a_is_not_padded_to_the_world() -> None:
+    """With r below the world its columns are cut; row by row 512 ranks would hold 32 times the adapter."""
+    lora_a = TensorSpec(name="lora_A.weight", shape=(16, 4096), adapter=True)
+    assert shard_numel(lora_a, 512) == 16 * 4096 // 512
+
+
+def test_deferred_gradients_are_whole_and_fp32() -> None:
+    plan = Plan(dp_shard=8, defer_gradient_sync=True)
+    train = TrainSpec(seq_len=2048, accumulate=4)
+    assert term("deferred_gradients", train, plan) == 4 * LLAMA_8B.num_parameters
+    assert term("deferred_gradients", FULL, plan) == 0
+    assert term("deferred_gradients", train, FSDP) == 0
+
+
+def test_logits_are_12_bytes_per_entry_at_the_start_of_backward() -> None:
+    """L11: 10 to 16 bytes per logit, not 2 or 4."""
+    logits = 2048 * 128256
+    assert term("logits_and_loss", FULL, ONE, Moment.FORWARD_END) == 10 * logits
+    assert term("logits_and_loss", FULL, ONE, Moment.LOSS) == 12 * logits
+    chunked = TrainSpec(seq_len=65536, loss="chunked")
+    assert term("logits_and_loss", chunked, ONE, Moment.LOSS) == 12 * 1024 * 128256
+
+
+def test_eager_attention_is_counted_only_where_asked() -> None:
+    """L10: an estimate that assumes S^2 scores is twice the truth at long context."""
+    sdpa = term("activations", TrainSpec(seq_len=8192), ONE)
+    eager = term("activations", TrainSpec(seq_len=8192, attention="eager"), ONE)
+    assert eager > sdpa + 32 * 32 * 8192 * 8192 * 6
+
+
+def test_checkpointing_keeps_block_inputs_and_one_block() -> None:
+    plan = Plan(dp_shard=8, activation_checkpoint="full")
+    at_loss = term("activations", FULL, plan)
+    tail = 2048 * 4096 * (4 + 2 + 2)  # the last norm's input in FP32, its operand, and the head's input
+    assert at_loss == 2048 * 32 * 2 * 4096 + tail
+    whole = term("activations", FULL, FSDP)
+    assert term("activations", FULL, plan, Moment.TOP) == at_loss - tail + (whole - tail) // 32
+    half = term("activations", FULL, Plan(dp_shard=8, activation_checkpoint="full", activation_checkpoint_blocks=16))
+    assert at_loss < half < whole
+
+
+def test_known_block_sizes() -> None:
+    """Bytes per token of a Llama-3.1-8B block, as counted on the real one."""
+
+    def per_token(model: ModelSpec, **wishes: object) -> int:
+        return block_activations(model, model.blocks[0], TrainSpec(seq_len=1, **wishes)).kept_bytes  # type: ignore[arg-type]
+
+    assert per_token(LLAMA_8B) == 200_840
+    assert per_token(LLAMA_2_7B) == 186_504
+    assert per_token(LLAMA_8B, precision="32-true") == 368_776
+    assert per_token(LLAMA_8B.with_adapter(AdapterSpec(r=16))) == 184_680
+    assert per_token(LLAMA_8B.with_adapter(AdapterSpec(r=16, target_modules=("q_proj", "v_proj")))) == 147_656
+    assert per_token(LLAMA_8B.with_adapter(AdapterSpec(r=16, compute_dtype="float32"))) == 295_496
+
+
+def test_rank_hardly_matters_and_targets_do() -> None:
+    """L6: rank 32 to 64 moves a 3B by 260 MB, the choice of modules by 2.4 GB."""
+    model = llama(hidden=3072, layers=28, heads=24, kv_heads=8, ffn=8192, tied=True)
+    where = cluster("h100-sxm", devices=1)
+
+    def allocated(r: int, targets: tuple[str, ...]) -> int:
+        adapter = AdapterSpec(r=r, target_modules=targets, compute_dtype="float32")
+        train = TrainSpec(micro_batch_size=4, seq_len=768, adapter=adapter)
+        return estimate_memory(model, train, ONE, where).allocated_bytes
+
+    qv, mlp = ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert 100e6 < allocated(64, qv) - allocated(32, qv) < 350e6
+    assert 1.5e9 < allocated(10, mlp) - allocated(32, qv) < 3.5e9
+
+
+def test_activations_grow_with_the_batch_and_states_do_not() -> None:
+    """L1: bs 4 to 8 of 4096 tokens adds 12 GB to a checkpointed 7B, and nothing to what is there after loading."""
+    plan = Plan(activation_checkpoint="full")
+    sizes = {}
+    for batch in (4, 8):
+        train = TrainSpec(micro_batch_size=batch, seq_len=4096, adapter=AdapterSpec(r=16))
+        sizes[batch] = estimate_memory(LLAMA_2_7B, train, plan, cluster(devices=1))
+    assert sizes[8].allocated_bytes - sizes[4].allocated_bytes > 8e9
+    assert sizes[8].load_peak_bytes == sizes[4].load_peak_bytes
+
+
+def test_loading_holds_one_whole_group_beside_the_shards() -> None:
+    """L19: the peak of loading is its own figure."""
+    estimate = estimate_memory(LLAMA_8B, LORA, FSDP, cluster())
+    at_rest = estimate.terms["frozen_weights"] + estimate.terms["trained_weights"]
+    assert estimate.load_peak_bytes == at_rest + 2 * 128256 * 4096
+    assert estimate.load_device_bytes > estimate.load_peak_bytes
