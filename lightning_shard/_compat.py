@@ -15,22 +15,30 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
-    "at_end_of_backward",
     "NAMESPACE",
     "DDPStrategy",
+    "DispatchMode",
     "DoublePrecision",
+    "FakeTensor",
     "HalfPrecision",
     "LightningModule",
     "MixedPrecision",
     "Precision",
     "Trainer",
     "TrainerFn",
+    "at_end_of_backward",
     "evaluation_loaders",
+    "fake_tensor_mode",
     "fsdp_reset",
     "fsdp_root_init",
+    "fsdp_transfers",
     "fsdp_watch_loss",
+    "in_backward",
+    "is_fake",
     "is_peft_wrapper",
     "isolate_rng",
+    "sharding_arithmetic",
+    "start_fake_process_group",
     "train_loaders",
 ]
 
@@ -125,3 +133,74 @@ def is_peft_wrapper(module: nn.Module) -> bool:
     other = sys.modules["peft.utils.other"]
     wrappers = (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper)
     return isinstance(module, wrappers)
+
+
+# --- simulation: torch offers a step on fake tensors and a fake process group in private modules only ------------
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which every new tensor has a shape and no memory.
+
+    Private until torch documents FakeTensorMode; can go then. Tensors made outside are taken for fakes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+FakeTensor: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensor
+
+
+def is_fake(value: object) -> bool:
+    """Whether ``value`` is a tensor without memory, made under :func:`fake_tensor_mode`."""
+    return isinstance(value, FakeTensor)
+
+
+def start_fake_process_group(world_size: int) -> None:
+    """Make this process rank 0 of a default group whose collectives do nothing.
+
+    The backend registers itself when torch's own test module is imported; can go when importing
+    ``torch.distributed`` registers it.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+else:
+    # Underscored, though torch's own debugging modes and its notes on extending use it; can go when it is public.
+    DispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread (torch has no public question for it)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def fsdp_transfers() -> dict[str, tuple[Any, str]]:
+    """Where FSDP2 allocates what it gathers and reduces: owner and attribute, to tell those bytes from others.
+
+    Can go when FSDP2 reports its memory by itself (torch 2.13 has only a tracker that also counts the
+    optimizer's shape arithmetic).
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    return {
+        "gather": (_fsdp_param_group, "foreach_all_gather"),
+        "copy_out": (_fsdp_param_group, "foreach_all_gather_copy_out"),
+        "gathered": (_fsdp_param.FSDPParam, "init_all_gather_outputs"),
+        "reduce": (_fsdp_param_group, "foreach_reduce"),
+    }
+
+
+def sharding_arithmetic() -> tuple[Any, str]:
+    """Where DTensor works out result shapes by running operators on whole, unsharded shapes.
+
+    Under fake tensors that looks like memory. Can go when DTensor does it outside the modes in force.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, "_propagate_tensor_meta_non_cached"
