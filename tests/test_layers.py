@@ -8,22 +8,24 @@ import lightning_shard
 
 PACKAGE = Path(lightning_shard.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = {file.relative_to(PACKAGE).with_suffix("").parts[0] for file in FILES}
+PUBLIC_NAMES = lightning_shard._ROOMS
 
-DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "simulate", "planner")
+DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "planner")
 """Each may import those before it; none loads torch or Lightning when it is imported."""
 ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "callbacks", "strategies")
 """Each may import those before it, so that no strategy can quietly plan again."""
-SEE_BOTH = ("strategies/facts", "strategies/auto", "doctor", "finetune", "cli")
+SEE_BOTH = ("strategies/facts", "strategies/auto", "simulate", "doctor", "finetune", "cli")
 """Where the two arms meet: each may import everything but those after it and ``testing``."""
 TESTING = ("_compat", "plans", "blocks", "specs")
 """What ``testing`` may import: it helps authors of any strategy, not of these alone."""
-ANYWHERE = ("__init__", "_registry")
+ANYWHERE = ("__init__", "__main__", "_registry")
 """They name things of every room and load them at first use."""
 
 HEAVY = {"torch", "lightning", "pytorch_lightning", "transformers", "peft"}
 HAVE_PRIVATE_NAMES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
-DOCUMENTED = ("torch._foreach_",)
-"""Underscored, and yet in torch's reference as public operators."""
+DOCUMENTED = ("torch._foreach_", "torch.ops.aten._")
+"""Underscored, and yet public: operators in torch's reference, and the names under which operators are dispatched."""
 MAX_LINES = 400
 
 Import = tuple[int, str]
@@ -37,6 +39,14 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 def room_of_file(file: Path) -> str:
     return room_of(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imported_room(name: str) -> str | None:
+    """The room an import reaches into; None outside the package."""
+    first, *rest = name.split(".")
+    if first != "lightning_shard" or not rest or rest[0] == "__version__":
+        return None
+    return room_of(tuple(rest)) if rest[0] in ROOMS else PUBLIC_NAMES[rest[0]]
 
 
 def allowed_for(room: str) -> set[str]:
@@ -104,9 +114,8 @@ def test_imports_point_one_way() -> None:
         if room in ANYWHERE:
             continue
         for line, name in imports(parse(file)):
-            first, *rest = name.split(".")
-            other = room_of(tuple(rest)) if first == "lightning_shard" and rest else room
-            if other != room and other not in allowed_for(room):
+            other = imported_room(name)
+            if other is not None and other != room and other not in allowed_for(room):
                 wrong.append(f"{where(file, line)}: {room} may not import {other}")
     assert not wrong
 
