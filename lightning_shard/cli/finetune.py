@@ -15,7 +15,8 @@ import lightning_shard  # noqa: F401 - registers the strategies' names
 from lightning_shard.cli.render import describe, print_decision
 from lightning_shard.finetune.checks import num_devices, prepare, require_strategy
 from lightning_shard.finetune.data import InstructionData
-from lightning_shard.finetune.model import CausalLM, require_model
+from lightning_shard.finetune.hub import require_model
+from lightning_shard.finetune.model import CausalLM
 from lightning_shard.finetune.report import FinetuneReport, Outcome, render
 from lightning_shard.finetune.rows import read_rows
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.batches import Split, collate, filled_up, make_split
 from lightning_shard.finetune.encode import Example, encode
+from lightning_shard.finetune.hub import pretrained
 from lightning_shard.finetune.rows import Message, Row, read_rows
 
 SAMPLES = 8
@@ -89,7 +90,7 @@ class InstructionData(LightningDataModule):
         from transformers import AutoTokenizer
 
         rows = {name: read_rows(path)[: self.limits[name]] for name, path in self.files.items()}
-        self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        self.tokenizer = pretrained(AutoTokenizer, self.tokenizer_path)
         self.sample_conversations = _conversations(rows["validation"][:SAMPLES])
         return {name: self._encode(name, some) for name, some in rows.items()}
 

@@ -1,6 +1,5 @@
 """A pretrained causal language model as a LightningModule, with adapters or trained in full."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from typing_extensions import override
 from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.batches import Batch
 from lightning_shard.finetune.encode import IGNORED
+from lightning_shard.finetune.hub import pretrained
 from lightning_shard.finetune.loss import TokenMeanLoss
 from lightning_shard.specs import AdapterSpec
 
@@ -113,12 +113,7 @@ def load(path: str, lora: AdapterSpec | None, dtype: torch.dtype) -> "PreTrained
     """
     from transformers import AutoModelForCausalLM
 
-    require_model(path)
-    source = str(Path(path).resolve()) if Path(path).is_dir() else path  # an adapter's config names it
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except OSError as error:
-        raise ValueError(f"The model {path!r} cannot be loaded: {error}") from error
+    model = pretrained(AutoModelForCausalLM, path, dtype=dtype)
     return (model if lora is None else add_adapters(model, lora)).train()  # from_pretrained leaves it in eval mode
 
 
@@ -137,15 +132,3 @@ def add_adapters(model: nn.Module, lora: AdapterSpec) -> Any:
         modules_to_save=list(lora.modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
-
-
-def require_model(path: str) -> None:
-    """Raise ValueError unless ``path`` is a model's folder or may be a hub id."""
-    folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return
-    rule = "Give a folder with a config.json, a tokenizer and safetensors weights, or a hub id such as 'owner/name'."
-    if folder.exists():
-        raise ValueError(f"model.path={path!r} holds no config.json. {rule}")
-    if path.count("/") > 1 or path.startswith((".", "~", "/")):
-        raise ValueError(f"model.path={path!r} does not exist (looked from {Path.cwd()}). {rule}")

@@ -137,6 +137,20 @@ def test_a_folder_without_a_model_is_told(
     assert "holds no config.json" in capsys.readouterr().err
 
 
+def test_a_hub_id_that_nobody_answers_for_is_told_in_time(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main([*recipe, "--model.path", "nobody/nothing"]) == BAD_INPUT
+    assert "'nobody/nothing' is no folder here" in capsys.readouterr().err
+
+
+def test_a_model_without_weights_is_told(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(recipe) == BAD_INPUT
+    assert re.search(r"cannot be loaded: .*model.safetensors", capsys.readouterr().err)
+
+
 def test_adapters_that_match_nothing_are_told(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*recipe, "--model.lora.target_modules", '["query"]']) == BAD_INPUT
     assert re.search(r"'query' match no layer.*q_proj", capsys.readouterr().err)
