@@ -23,18 +23,20 @@ class BlockActivations:
     """Derived from the architecture; False means estimated from shapes."""
 
 
-def block_activations(model: ModelSpec, unit: UnitSpec, train: TrainSpec) -> BlockActivations:
-    """The activations of one repetition of a block."""
+def block_activations(
+    model: ModelSpec, unit: UnitSpec, train: TrainSpec, *, autocast: bool = False
+) -> BlockActivations:
+    """The activations of one repetition of a block; ``autocast`` where FP32 weights compute under it."""
     c = compute_bytes(train, unit)
     arch = model.architecture
     tokens = num_tokens(model, train)
     if arch is None or not any(use.reads != "other" for use in find_linears(unit).uses):
         return _coarse(unit, c, tokens)
-    setting = _setting(model, unit, train, c)
+    setting = dataclasses.replace(_setting(model, unit, train, c), autocast=autocast)
     tape = saved_by_block(arch, unit, setting)
     return BlockActivations(
         kept_bytes=tape.total(tokens),
-        input_bytes=c * arch.hidden * tokens,
+        input_bytes=setting.stream_bytes * arch.hidden * tokens,
         gradient_bytes=_gradients(arch, c) * tokens,
         exact=True,
     )

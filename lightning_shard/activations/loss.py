@@ -24,25 +24,34 @@ class LossActivations:
 
 
 def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
-    """Logits and loss as transformers computes them: upcast to FP32, then cross-entropy.
+    """Logits and cross-entropy.
 
-    Forward end (c + 4 + 4) V per token (no upcast copy where c is 4), backward start 12 V: log-softmax 4,
-    gradient of the picked entries 4, gradient of the log-softmax 4.
+    In FP32: (c + 4 + 4) V per token at the end of forward (no second copy where c is 4) and 12 V at the start
+    of backward: log-softmax 4, gradient of the picked entries 4, gradient of the log-softmax 4.
     """
     arch = model.architecture
     if arch is None or not arch.vocab:
         return LossActivations(kept_bytes=0, forward_bytes=0, backward_bytes=0, logits_gradient_bytes=0)
     c = dtype_bytes(train.precision_row.compute_dtype or "float32")
     tokens = num_tokens(model, train)
-    rows = tokens if train.loss == "full" else min(tokens, CHUNK_TOKENS)
-    softcap = c * arch.vocab * rows if arch.logit_softcap else 0
-    forward = (c + 4 + (4 if c != 4 else 0)) * arch.vocab * rows + softcap
+    rows = min(tokens, CHUNK_TOKENS) if train.loss == "chunked" else tokens
+    forward, backward, gradient = _bytes_per_entry(train.loss, c)
+    softcap = c if arch.logit_softcap else 0
     return LossActivations(
         kept_bytes=_tail(model, c) * tokens,
-        forward_bytes=forward,
-        backward_bytes=12 * arch.vocab * rows + softcap,
-        logits_gradient_bytes=(c + (4 if c != 4 else 0)) * arch.vocab * rows,
+        forward_bytes=(forward + softcap) * arch.vocab * rows,
+        backward_bytes=(backward + softcap) * arch.vocab * rows,
+        logits_gradient_bytes=gradient * arch.vocab * rows,
     )
+
+
+def _bytes_per_entry(loss: str, c: int) -> tuple[int, int, int]:
+    """Bytes per logit at the end of forward, at the start of backward, and in the head's backward."""
+    wide = c if loss == "narrow" else 4
+    cast = 0 if wide == c else wide
+    copied = wide if loss == "shifted" else 0
+    kept = wide if loss == "kept" else 0
+    return c + cast + copied + wide, 3 * wide + kept, c + cast + kept
 
 
 def _tail(model: ModelSpec, c: int) -> int:

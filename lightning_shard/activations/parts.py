@@ -18,7 +18,7 @@ _INDEX = 8
 def norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str) -> None:
     """One normalisation over the hidden size; ``reads`` names its input."""
     if arch.norm == "layer":  # native_layer_norm: its input, mean and reciprocal deviation
-        tape.keep(reads, setting.compute_bytes * arch.hidden)
+        tape.keep(reads, setting.stream_bytes * arch.hidden)
         tape.keep(f"{name} statistics", 2 * _STATISTIC)
         return
     _rms(tape, arch, setting, name, reads, width=arch.hidden, rows=1)
@@ -26,7 +26,7 @@ def norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str
 
 def _rms(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str, *, width: int, rows: int) -> None:
     """Transformers' RMSNorm: the input in FP32, the root of each row, and what the weight is multiplied with."""
-    c = setting.compute_bytes
+    c = setting.stream_bytes
     tape.keep(reads if c == 4 else f"{reads} in fp32", 4 * width)
     tape.keep(f"{name} root", _STATISTIC * rows)
     if arch.norm == "rms-t5":

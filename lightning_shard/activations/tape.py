@@ -18,8 +18,21 @@ class Setting:
     """Bytes of an element in the adapters' own compute dtype, where it differs (plain peft in FP32)."""
     training_dropout: float = 0.0
     attention_dropout: float = 0.0
+    autocast: bool = False
+    """Masters compute under ``torch.autocast``: the residual stream and the norms stay FP32, and each linear
+    layer casts what it reads for itself."""
     seq_len: int = 1
     eager: bool = False
+
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return 4 if self.autocast else self.compute_bytes
+
+
+_FROM_NORMS: tuple[Input, ...] = ("attention_in", "mlp_in", "cross_in")
+"""Inputs that come out of a norm, so that under autocast they are FP32."""
 
 
 @dataclass(slots=True)
@@ -54,14 +67,15 @@ class Tape:
         c = setting.compute_bytes
         for use in setting.linears.reading(source):
             if use.trained:
-                self.keep(source, c * width)
+                alone = setting.autocast and source in _FROM_NORMS
+                self.keep(f"{use.name} cast input" if alone else source, c * width)
             if not use.rank:
                 continue
             own = setting.adapter_bytes or c
             if setting.adapter_dropout:
                 self.keep(f"{use.name} masked input", own * use.num_in)
                 self.keep(f"{use.name} dropout mask", use.num_in)
-            elif own != c:
+            elif own != c or setting.autocast:
                 self.keep(f"{use.name} cast input", own * use.num_in)
             else:
                 self.keep(source, c * width)

@@ -9,6 +9,7 @@ from lightning_shard.cli.where import add_cluster_arguments, read_cluster
 from lightning_shard.planner import Decision, choose
 from lightning_shard.specs import OPTIMIZERS, PRECISIONS, AdapterSpec, ModelSpec, TrainSpec
 from lightning_shard.specs.optimizer import IMPLEMENTATIONS
+from lightning_shard.specs.train import LOSSES
 
 DOES_NOT_FIT, BAD_INPUT = 1, 2
 
@@ -43,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw)")
     train.add_argument("--optimizer-implementation", default="foreach", choices=IMPLEMENTATIONS)
     train.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
-    train.add_argument("--loss", default="full", choices=("full", "chunked"))
+    train.add_argument("--loss", default="full", choices=LOSSES)
+    train.add_argument("--gradients-cleared", default="after_step", choices=("after_step", "before_backward"))
     train.add_argument("--dtype", help="type the frozen weights are loaded in, where the precision leaves it open")
     train.add_argument("--master-dtype", help="type of what trains, to compare with tools without FP32 masters")
     _add_adapter_arguments(parser)
@@ -85,6 +87,7 @@ def _train(arguments: argparse.Namespace) -> TrainSpec:
         optimizer_implementation=arguments.optimizer_implementation,
         attention=arguments.attention,
         loss=arguments.loss,
+        gradients_cleared=arguments.gradients_cleared,
     )
 
 

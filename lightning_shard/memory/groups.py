@@ -28,7 +28,8 @@ class Group:
     whole_numel: int
     """Trained elements of the whole group, not of a shard."""
     copied_numel: int
-    """Of these, those whose compute dtype is not the stored one."""
+    """Elements of the whole group whose compute dtype is not the stored one: cast for every use, and kept by
+    autograd until the layer's backward (a frozen matrix too: the gradient of its input needs it)."""
     largest_trained_numel: int
     """The largest trained tensor, whole."""
 
@@ -78,13 +79,14 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan) -> Group
         element = compute_element_bytes(tensor, precision)
         if not outside:
             gathered += tensor.numel * element
+        if element != tensor.element_bytes and (tensor.trainable or len(tensor.shape) > 1):
+            copied += tensor.numel
         if not tensor.trainable:
             frozen += shard * tensor.element_bytes
             continue
         trained += shard * tensor.element_bytes
         trained_numel += shard
         whole += tensor.numel
-        copied += tensor.numel if element != tensor.element_bytes else 0
         largest = max(largest, tensor.numel)
     return Group(
         kind=kind,

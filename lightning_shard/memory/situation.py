@@ -89,6 +89,12 @@ def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clus
     )
 
 
+def uses_autocast(train: TrainSpec, plan: Plan) -> bool:
+    """Whether a replicated plan computes under ``torch.autocast``: precisions that leave storage alone."""
+    precision = train.precision_row
+    return plan.dp_shard == 1 and precision.compute_dtype is not None and precision.frozen_dtype is None
+
+
 def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group, ...]) -> tuple[Block, ...]:
     left = 0
     if plan.activation_checkpoint != "none":
@@ -98,6 +104,6 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
     for group in (group for group in groups if group.kind == "block"):
         recomputing = min(left, group.count)
         left -= recomputing
-        activations = block_activations(model, group.unit, train)
+        activations = block_activations(model, group.unit, train, autocast=uses_autocast(train, plan))
         blocks.append(Block(group=group, activations=activations, recomputing=recomputing))
     return tuple(blocks)

@@ -35,15 +35,16 @@ def optimizer_state(s: Situation, moment: Moment) -> int:
 def gradients(s: Situation, moment: Moment) -> int:
     """Reduced gradients, in the master dtype, of what backward has passed so far.
 
-    Lightning clears them between forward and backward, so the forward of a later step still holds the last
-    step's; while accumulating they are there all the time. DDP's are views of its buckets: see ddp_buckets.
+    While accumulating they are there all the time, and so is the last step's in a forward where they are
+    cleared only before the backward. DDP's are views of its buckets: see ddp_buckets.
     """
     if s.buckets:
         return 0
     everything = s.master_bytes * s.total("trained_numel")
-    if s.train.accumulate > 1 or moment is Moment.FORWARD_END:
+    late = s.train.gradients_cleared == "before_backward"
+    if s.train.accumulate > 1 or (late and moment is Moment.FORWARD_END):
         return everything
-    if moment in (Moment.LOSS, Moment.HEAD):
+    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
         return 0
     done = s.total("trained_numel", "head")
     if moment in (Moment.BOTTOM, *_BLOCKS_DONE):

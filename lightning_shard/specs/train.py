@@ -10,6 +10,9 @@ from lightning_shard.specs.precision import Precision, dtype_bytes, find_precisi
 from lightning_shard.specs.sizes import require_choice, require_count
 
 
+LOSSES = ("full", "narrow", "shifted", "kept", "chunked")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSpec:
     """The wishes that change what is learned; a Plan never touches them.
@@ -37,8 +40,14 @@ class TrainSpec:
     """How the step runs: torch's default on accelerators is foreach, which needs temporaries."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """``eager`` keeps every attention score for backward."""
-    loss: Literal["full", "chunked"] = "full"
-    """``chunked`` never holds the logits of all tokens at once."""
+    loss: Literal["full", "narrow", "shifted", "kept", "chunked"] = "full"
+    """What becomes of the logits of all tokens: ``full`` casts them to FP32 and takes the cross-entropy, as
+    transformers does; ``narrow`` leaves them in the compute dtype; ``shifted`` copies the FP32 logits once more
+    (transformers 4.45 to 4.48); ``kept`` holds them through backward (a loop that keeps its output);
+    ``chunked`` never has more than a chunk of them."""
+    gradients_cleared: Literal["after_step", "before_backward"] = "after_step"
+    """When a step's gradients are freed. Lightning's own loop clears them between the next forward and its
+    backward, so that forward still holds them; a plain loop clears them after the step."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "seq_len", "accumulate"):
@@ -47,7 +56,8 @@ class TrainSpec:
         find_optimizer(self.optimizer)
         require_implementation(self.optimizer_implementation)
         require_choice("attention", self.attention, ("sdpa", "eager"))
-        require_choice("loss", self.loss, ("full", "chunked"))
+        require_choice("loss", self.loss, LOSSES)
+        require_choice("gradients_cleared", self.gradients_cleared, ("after_step", "before_backward"))
         if self.master_dtype is not None:
             dtype_bytes(self.master_dtype)
 
