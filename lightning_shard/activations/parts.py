@@ -21,12 +21,15 @@ def norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str
         tape.keep(reads, setting.stream_bytes * arch.hidden)
         tape.keep(f"{name} statistics", 2 * _STATISTIC)
         return
-    _rms(tape, arch, setting, name, reads, width=arch.hidden, rows=1)
+    _rms(tape, arch, setting, name, reads, width=arch.hidden, rows=1, c=setting.stream_bytes)
 
 
-def _rms(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str, *, width: int, rows: int) -> None:
-    """Transformers' RMSNorm: the input in FP32, the root of each row, and what the weight is multiplied with."""
-    c = setting.stream_bytes
+def _rms(
+    tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str, *, width: int, rows: int, c: int
+) -> None:
+    """RMSNorm as transformers writes it: of ``c``-byte elements it keeps the input in FP32, the root of each row, and
+    what the weight is multiplied with.
+    """
     tape.keep(reads if c == 4 else f"{reads} in fp32", 4 * width)
     tape.keep(f"{name} root", _STATISTIC * rows)
     if arch.norm == "rms-t5":
@@ -45,8 +48,8 @@ def attention(tape: Tape, arch: Architecture, setting: Setting, *, cross: bool =
     tape.read_by_linears(inputs, arch.hidden, setting)
     if arch.qk_norm != "none":
         rows = (arch.heads, arch.kv_heads) if arch.qk_norm == "head" else (1, 1)
-        _rms(tape, arch, setting, f"{name} query norm", f"{name} raw query", width=q, rows=rows[0])
-        _rms(tape, arch, setting, f"{name} key norm", f"{name} raw key", width=kv, rows=rows[1])
+        _rms(tape, arch, setting, f"{name} query norm", f"{name} raw query", width=q, rows=rows[0], c=c)
+        _rms(tape, arch, setting, f"{name} key norm", f"{name} raw key", width=kv, rows=rows[1], c=c)
     repeated = q if setting.eager else kv  # eager attention copies keys and values once per query head
     tape.keep(f"{name} query", c * q)
     tape.keep(f"{name} key", c * repeated)
@@ -107,9 +110,9 @@ def mlp(tape: Tape, arch: Architecture, setting: Setting, *, ffn: int) -> None:
         activated = "mlp_mid"
         tape.keep("mlp relu" if _drops_inside(arch, setting) else activated, c * ffn)
     else:
-        tape.keep("mlp up", c * ffn)
-    if arch.activation in _COMPOSED_GELU:
-        tape.keep("mlp gelu parts", 3 * c * ffn)
+        tape.keep("mlp up", (setting.stream_bytes if arch.activation in _COMPOSED_GELU else c) * ffn)
+    if arch.activation in _COMPOSED_GELU:  # under autocast the power, and so the tanh, are FP32
+        tape.keep("mlp gelu parts", (c + 2 * setting.stream_bytes) * ffn)
     if _drops_inside(arch, setting):
         tape.keep("mlp dropout mask", ffn)
     tape.read_by_linears("mlp_mid", ffn, setting)

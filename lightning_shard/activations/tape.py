@@ -24,7 +24,6 @@ class Setting:
     seq_len: int = 1
     eager: bool = False
 
-
     @property
     def stream_bytes(self) -> int:
         """Bytes of an element of the residual stream."""
