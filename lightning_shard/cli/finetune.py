@@ -6,8 +6,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from typing_extensions import override
 
@@ -73,7 +73,7 @@ class RecipeCLI(LightningCLI):
             trainer.devices = num_devices(trainer.accelerator, self.config.cpu_processes)
         if self.config.json:
             trainer.enable_progress_bar = trainer.enable_model_summary = False
-        show = hide_plan if self.config.json else show_plan
+        show = show_nothing if self.config.json else show_start
         self.report = FinetuneReport(Path(trainer.default_root_dir), show)
         self.trainer_defaults["callbacks"] = [self.report]
 
@@ -93,19 +93,22 @@ def run(cli: RecipeCLI) -> Outcome:
     return outcome
 
 
-def show_plan(strategy: Strategy) -> None:
-    """Print how the run is laid out, with the reasons where it was decided."""
-    decision = getattr(strategy, "decision", None)
+def show_start(trainer: Trainer) -> None:
+    """Print what is learned from, and how the run is laid out, with the reasons where that was decided."""
+    console = Console()
+    for name, split in trainer.datamodule.splits.items():  # type: ignore[attr-defined]
+        console.print(f"{name.capitalize()}: {split}.", highlight=False)
+    decision, plan = getattr(trainer.strategy, "decision", None), getattr(trainer.strategy, "plan", None)
     if decision is not None:
         print_decision(decision)
-        return
-    plan = getattr(strategy, "plan", None)
-    layout = type(strategy).__name__ if plan is None else f"{plan.strategy}, {describe(plan)}"
-    Console().print(f"Plan: {layout}. It was given, not decided.")
+    elif plan is not None:
+        console.print(f"Plan: {plan.strategy}, {describe(plan)}. It was given, not decided.")
+    else:
+        console.print(f"Strategy: {type(trainer.strategy).__name__}, which has no plan.")
 
 
-def hide_plan(strategy: Strategy) -> None:
-    """Print nothing."""
+def show_nothing(trainer: Trainer) -> None:
+    """For output that a program reads."""
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.table import Table
 from rich.text import Text
@@ -67,17 +66,17 @@ class Outcome:
 
 
 class FinetuneReport(Callback):
-    """Shows the plan, keeps the losses, and when training ends writes the result and asks for sample answers.
+    """Shows how a run starts, keeps the losses, and when training ends writes the result and asks for sample answers.
 
     Args:
         folder: the run's folder; the result is its ``adapter`` or ``model``.
-        show_plan: called on the first rank with the strategy, once for each plan that comes into force.
+        show_start: called on the first rank, once for each plan that comes into force.
         num_samples: how many questions of the validation set to ask.
     """
 
-    def __init__(self, folder: Path, show_plan: Callable[[Strategy], None], num_samples: int = 2) -> None:
+    def __init__(self, folder: Path, show_start: Callable[[Trainer], None], num_samples: int = 2) -> None:
         self.folder = folder
-        self.show_plan = show_plan
+        self.show_start = show_start
         self.num_samples = num_samples
         self.outcome = Outcome()
         self._start = time.monotonic()
@@ -115,7 +114,7 @@ class FinetuneReport(Callback):
         plan = getattr(trainer.strategy, "plan", type(trainer.strategy).__name__)  # Lightning's own have none
         if trainer.is_global_zero and plan != self._shown:
             self._shown = plan
-            self.show_plan(trainer.strategy)
+            self.show_start(trainer)
         self.outcome.plan = plan.to_dict() if isinstance(plan, Plan) else {}
 
 

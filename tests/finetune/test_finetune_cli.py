@@ -68,7 +68,8 @@ def test_a_recipe_runs_from_end_to_end(
 def test_what_people_see(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*recipe, "--trainer.max_steps", "1"]) == DONE
     printed = capsys.readouterr().out
-    assert "Plan" in printed
+    assert "Strategy: SingleDeviceStrategy, which has no plan." in printed
+    assert "Train: 16 of 16 rows" in printed
     assert re.search(r"Validation loss +\d\.\d{4} before, \d\.\d{4} after \([+-]\d+\.\d%\)", printed)
     assert printed.count("Question") == 2
     assert "1 optimizer steps" in printed
