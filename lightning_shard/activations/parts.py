@@ -66,15 +66,10 @@ def attention(tape: Tape, arch: Architecture, setting: Setting, *, cross: bool =
 
 
 def _projection_views(arch: Architecture, q: int, kv: int) -> int:
-    """Elements of a fused projection that stay because a view of it does, beyond the view itself.
-
-    A decoder's cache copies keys and values, so an unrotated query alone is a view (GPT-2); without a cache a
-    rotated model's value is the view (ModernBERT), and an unrotated model's three views are all of it.
+    """Elements of a fused projection that stay because the value, a view of it, does: the rotated queries and keys
+    are new tensors. Unrotated, all three are views and nothing stays besides them.
     """
-    cached = arch.kind == "causal-lm"
-    if not arch.fused_qkv or cached == bool(arch.rotary_dim):
-        return 0
-    return 2 * kv if cached else q + kv
+    return q + kv if arch.fused_qkv and arch.rotary_dim else 0
 
 
 def _scores(tape: Tape, arch: Architecture, setting: Setting, name: str) -> None:

@@ -43,8 +43,8 @@ class Architecture:
     """Rotated and unrotated parts are joined into new queries; attention's output then has their layout and is
     copied for the output projection (GPT-NeoX, Phi, StableLM)."""
     fused_qkv: bool = False
-    """Query, key and value come from one projection. Without a key-value cache, which copies them, a rotated
-    model's value stays a view of it; transformers' decoders fill a cache in training unless told not to."""
+    """Query, key and value come from one projection, so that what is not rotated stays a view of it (where no
+    key-value cache copies it: training steps pass ``use_cache=False``)."""
     sliding_window: int | None = None
     logit_softcap: float | None = None
     attention_softcap: float | None = None

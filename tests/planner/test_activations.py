@@ -61,11 +61,13 @@ def build(family: str, dtype: torch.dtype, attention: str) -> torch.nn.Module:
     return model.to(dtype).train()
 
 
-def inputs(family: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def inputs(family: str, dtype: torch.dtype) -> dict[str, Any]:
     if family == "vit":
         return {"pixel_values": torch.randn(BATCH, 3, 32, 32, dtype=dtype)}
     ids = torch.randint(3, VOCAB, (BATCH, SEQ))
-    return {"input_ids": ids, "decoder_input_ids": ids} if family == "t5" else {"input_ids": ids}
+    if family == "t5":
+        return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+    return {"input_ids": ids} if family in _CLASSES else {"input_ids": ids, "use_cache": False}
 
 
 def compare(family: str, model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype, attention: str) -> float:
