@@ -27,8 +27,10 @@ __all__ = [
     "Trainer",
     "TrainerFn",
     "at_end_of_backward",
+    "compile_whole_blocks",
     "evaluation_loaders",
     "fake_tensor_mode",
+    "fsdp_chunking",
     "fsdp_reset",
     "fsdp_root_init",
     "fsdp_transfers",
@@ -78,6 +80,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     offers no public way to be called at that moment; can go when it does.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def compile_whole_blocks() -> None:
+    """Stop the compiler from cutting graphs at DDP's bucket borders.
+
+    Blocks are compiled one by one, each smaller than a bucket; the splitter expects a graph of the whole model and
+    fails on ours. Can go when ``torch.compile`` takes this as an argument.
+    """
+    torch._dynamo.config.optimize_ddp = False  # type: ignore[attr-defined]
 
 
 def fsdp_root_init(root: FSDPModule) -> None:
@@ -204,3 +215,14 @@ def sharding_arithmetic() -> tuple[Any, str]:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
+def fsdp_chunking() -> tuple[tuple[Any, str], tuple[Any, str]]:
+    """Where FSDP2 cuts and joins tensors in as many chunks as there are ranks: owner and attribute of its own
+    chunking, and of the torch it uses to transfer.
+
+    With a thousand ranks that is most of a simulation's time. Can go when it cuts out only the chunk it keeps.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
+
+    return (_fsdp_param, "_chunk_with_empty"), (_fsdp_collectives, "torch")

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallelize.agree import agree_on_start
 from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit
+from lightning_shard.parallelize.compiling import compile_blocks
 from lightning_shard.parallelize.flat import FlatGradients
 from lightning_shard.parallelize.materialize import Materializer
+from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
 from lightning_shard.parallelize.storage import Storage, store, to_dtype
 from lightning_shard.parallelize.units import Units, find_units
@@ -29,9 +31,7 @@ from lightning_shard.specs import Precision
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("tp > 1", lambda plan: plan.tp > 1),
-    ("activation_checkpoint", lambda plan: plan.activation_checkpoint != "none"),
     ("offload", lambda plan: plan.offload != "none"),
-    ("compile", lambda plan: plan.compile),
 )
 
 
@@ -77,6 +77,8 @@ class Parallelized:
         """Take the hooks off a replicated module, so that another plan can be applied."""
         for hook in self.hooks:
             hook.remove()
+        for _, block in self.units.blocks:
+            block.__dict__.pop("forward", None)
 
 
 def parallelize(
@@ -121,8 +123,11 @@ def parallelize(
         materializer.materialize(module)
         module.to(device)
     input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype or replicated else None
-    root_cast, hooks = cast_by_unit(units, uncovered, input_dtype)
-    return Parallelized(module, plan, precision, units, root_cast, replicated, sent_bytes, hooks)
+    casts, hooks = cast_by_unit(units, uncovered, input_dtype, recomputing_blocks(units, plan))
+    checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
+    if plan.compile:
+        compile_blocks(units)
+    return Parallelized(module, plan, precision, units, casts[module], replicated, sent_bytes, hooks)
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:

@@ -5,7 +5,7 @@ arrives on the master in FP32. The parameter stays registered throughout: DDP, o
 dicts never see the cast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,38 +62,40 @@ class ComputeCast:
         finally:
             self.exit()
 
-    def hook(self, module: nn.Module, input_dtype: torch.dtype | None = None) -> list[Any]:
-        """Cast around every forward of ``module``, and its floating inputs to ``input_dtype``."""
+    def hook(self, module: nn.Module, input_dtype: torch.dtype | None = None, *, masters: bool = True) -> list[Any]:
+        """Cast floating inputs of ``module`` to ``input_dtype``, and (``masters``) its masters around each forward."""
         if not self:
             return []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            self.enter()
+            if masters:
+                self.enter()
             return cast_tensors(args, input_dtype), cast_tensors(kwargs, input_dtype)
 
         def after(*_: Any) -> None:
             self.exit()
 
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        handles: list[Any] = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [*handles, module.register_forward_hook(after, always_call=True)] if masters else handles
 
 
 def cast_by_unit(
-    units: Units, compute_dtypes: ComputeTypes, input_dtype: torch.dtype | None
-) -> tuple[ComputeCast, list[Any]]:
-    """Install casts on every unit, and on each layer outside the units; returns the root's cast and all hooks.
+    units: Units, compute_dtypes: ComputeTypes, input_dtype: torch.dtype | None, recomputing: Sequence[nn.Module] = ()
+) -> tuple[dict[nn.Module, ComputeCast], list[Any]]:
+    """Install casts on every unit, and on each layer outside the units; returns each unit's cast and all hooks.
 
     The root's cast covers everything outside the units at once; the step methods run inside it. The layers
     have one each as well, for calls from elsewhere (``generate`` in a hook).
     """
     handles: list[Any] = []
     taken: set[int] = set()
+    casts: dict[nn.Module, ComputeCast] = {}
     for _, unit in units.all():
         modules = list(unit.modules())
         taken.update(map(id, modules))
-        handles += ComputeCast(modules, compute_dtypes).hook(unit, input_dtype)
+        casts[unit] = ComputeCast(modules, compute_dtypes)
+        # A block that recomputes casts inside what it repeats, so that both passes run the same operations.
+        handles += casts[unit].hook(unit, input_dtype, masters=unit not in recomputing)
     rest = [module for module in units.root.modules() if id(module) not in taken]
     for layer in rest:
         if layer is units.root or id(layer) in taken:
@@ -103,7 +105,8 @@ def cast_by_unit(
         taken.update(map(id, parts))
         handles += ComputeCast(parts, compute_dtypes).hook(layer, input_dtype)
     root = ComputeCast(rest, compute_dtypes)
-    return root, handles + root.hook(units.root)
+    casts[units.root] = root
+    return casts, handles + root.hook(units.root)
 
 
 def cast_tensors(values: Any, dtype: torch.dtype | None) -> Any:

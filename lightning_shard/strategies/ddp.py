@@ -1,6 +1,6 @@
 """The replicated end of the dial."""
 
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -16,17 +16,31 @@ class TunedDDPStrategy(PlanStrategy):
         bucket_cap_mb: MiB of gradients per all-reduce; None sizes it from the trainable bytes and the
             world size (:func:`lightning_shard.plans.tuned_bucket_bytes`).
         static_graph: every step uses the same parameters in the same order.
+        activation_checkpoint: what is recomputed in backward.
+        compile: compile each block with ``torch.compile``.
         ddp: anything else that Lightning's ``DDPStrategy`` takes: ``find_unused_parameters`` (False by
             default; unused parameters are then an error that names them), ``gradient_as_bucket_view``
             (True), ``ddp_comm_hook``, ``process_group_backend``...
     """
 
-    def __init__(self, *, bucket_cap_mb: float | None = None, static_graph: bool = False, **ddp: Any) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float | None = None,
+        static_graph: bool = False,
+        activation_checkpoint: Literal["none", "selective", "full"] = "none",
+        compile: bool = False,
+        **ddp: Any,
+    ) -> None:
         super().__init__(**ddp)
-        self._wish = Plan(bucket_cap_mb=bucket_cap_mb, static_graph=static_graph)
+        self._fields: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "static_graph": static_graph,
+            "activation_checkpoint": activation_checkpoint,
+            "compile": compile,
+        }
+        Plan(**self._fields)  # a wrong value is told now, not at setup
 
     @override
     def choose_plan(self, trainer: Trainer) -> Plan:
-        return Plan(
-            dp_replicate=self.world_size, bucket_cap_mb=self._wish.bucket_cap_mb, static_graph=self._wish.static_graph
-        )
+        return Plan(dp_replicate=self.world_size, **self._fields)

@@ -1,6 +1,6 @@
 """The sharded end of the dial."""
 
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -13,13 +13,16 @@ class FSDP2Strategy(PlanStrategy):
     """``fully_shard`` block by block; ``configure_model`` need not shard anything.
 
     Args:
-        plan: the whole layout; or leave it out and give single fields.
+        plan: the whole layout; or leave it out and give single fields of it.
         dp_shard: ranks that share one copy (all by default); the rest are replicas (HSDP).
         reshard_after_forward: True, False, or the number of ranks to keep a block sharded over.
+        resident_blocks: frozen blocks kept whole on every rank, the last N or these names.
+        adapters: what trains is sharded with its block, or whole on every rank ("replicated").
+        activation_checkpoint: what is recomputed in backward.
+        compile: compile each block with ``torch.compile``.
         defer_gradient_sync: while accumulating, reduce only at the last micro-batch (holds whole gradients).
         prefetch: blocks gathered ahead of the one that computes.
-        forward_methods: methods of the LightningModule besides the steps that use its own weights.
-        lightning: anything that Lightning's ``DDPStrategy`` takes for its process group.
+        lightning: what :class:`PlanStrategy` and Lightning's ``DDPStrategy`` take.
     """
 
     def __init__(
@@ -28,16 +31,23 @@ class FSDP2Strategy(PlanStrategy):
         *,
         dp_shard: int | None = None,
         reshard_after_forward: bool | int = True,
+        resident_blocks: int | tuple[str, ...] = 0,
+        adapters: Literal["replicated", "sharded"] = "sharded",
+        activation_checkpoint: Literal["none", "selective", "full"] = "none",
+        compile: bool = False,
         defer_gradient_sync: bool = False,
         prefetch: int = 1,
-        forward_methods: tuple[str, ...] = (),
         **lightning: Any,
     ) -> None:
-        super().__init__(forward_methods=forward_methods, **lightning)
+        super().__init__(**lightning)
         self._fixed = plan
         self._dp_shard = dp_shard
         self._fields: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
+            "resident_blocks": resident_blocks,
+            "adapters": adapters,
+            "activation_checkpoint": activation_checkpoint,
+            "compile": compile,
             "defer_gradient_sync": defer_gradient_sync,
             "prefetch": prefetch,
         }
