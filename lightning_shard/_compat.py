@@ -204,6 +204,7 @@ def fsdp_transfers() -> dict[str, tuple[Any, str]]:
         "copy_out": (_fsdp_param_group, "foreach_all_gather_copy_out"),
         "gathered": (_fsdp_param.FSDPParam, "init_all_gather_outputs"),
         "reduce": (_fsdp_param_group, "foreach_reduce"),
+        "defer": (_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed"),
     }
 
 

@@ -15,16 +15,15 @@ ModelSource = str | Path | Callable[[], nn.Module]
 
 
 def build_on_meta(source: ModelSource, train: TrainSpec, *, dtype: str | None = None) -> nn.Module:
-    """The module on the meta device, adapters injected.
+    """The module on the meta device.
 
     Args:
         source: a model's folder, a hub id, or a function that builds any module.
-        train: says which adapter and which attention.
+        train: says which attention.
         dtype: storage type of a model that is given by its path (FP32 by default).
     """
     with torch.device("meta"), no_weights():
-        module = source() if callable(source) else _from_config(source, train, dtype)
-    return module if train.adapter is None else add_adapter(module, train.adapter)
+        return source() if callable(source) else _from_config(source, train, dtype)
 
 
 def add_adapter(module: nn.Module, adapter: AdapterSpec) -> nn.Module:
@@ -32,7 +31,7 @@ def add_adapter(module: nn.Module, adapter: AdapterSpec) -> nn.Module:
     from lightning_shard.adapters import lora
 
     targets = adapter.target_modules
-    return lora(
+    wrapped: nn.Module = lora(
         module,
         r=adapter.r,
         method=adapter.method,
@@ -41,6 +40,7 @@ def add_adapter(module: nn.Module, adapter: AdapterSpec) -> nn.Module:
         target_modules=targets if isinstance(targets, str) else list(targets),
         modules_to_save=list(adapter.modules_to_save) or None,
     )
+    return wrapped
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def no_weights() -> Iterator[None]:
     """Inside, transformers' ``from_pretrained`` builds from the config alone."""
     from transformers import PreTrainedModel
 
-    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, dtype: Any = None, **_: Any) -> Any:
+    def from_pretrained(cls: Any, /, path: Any, *args: Any, config: Any = None, dtype: Any = None, **_: Any) -> Any:
         config = config or cls.config_class.from_pretrained(path)
         model = cls(config)
         return model.to(dtype) if isinstance(dtype, torch.dtype) else model

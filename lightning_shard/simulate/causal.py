@@ -4,23 +4,60 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from lightning_shard.activations.loss import CHUNK_TOKENS
 from lightning_shard.specs import TrainSpec
 
 
 class CausalStep(nn.Module):
-    """A transformers model with its own loss, labels being the input."""
+    """A transformers model with its own loss, labels being the input.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: the causal language model, in peft's wrapper or not.
+        chunked: never hold the logits of all tokens: those of a chunk are made again in backward.
+    """
+
+    def __init__(self, model: Any, *, chunked: bool = False) -> None:
         super().__init__()
         self.model = model
+        self._chunked = chunked
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of token ids (rows, tokens)."""
+        if self._chunked:
+            return self._chunked_loss(batch)
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    def _chunked_loss(self, tokens: Tensor) -> Tensor:
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+        head = model.get_output_embeddings()
+        # Through one call of the head, so that a head in a group of its own is gathered and reduced once.
+        head.forward = lambda states, labels: _loss_by_chunks(states, labels, head)
+        try:
+            loss: Tensor = head(hidden[:, :-1], tokens[:, 1:])
+        finally:
+            del head.forward
         return loss
 
 
 def token_batch(train: TrainSpec) -> Tensor:
     """Token ids (micro-batch, sequence) of the longest sequence."""
     return torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.long)
+
+
+def _loss_by_chunks(hidden: Tensor, labels: Tensor, head: Any) -> Tensor:
+    states, targets = hidden.flatten(0, 1), labels.flatten()
+    weight, bias = head.weight, head.bias  # as they are now: backward recomputes with the same casts
+
+    def loss_of(some: Tensor, wanted: Tensor) -> Tensor:
+        logits = functional.linear(some, weight, bias)
+        return functional.cross_entropy(logits.float(), wanted, reduction="sum")
+
+    pieces = zip(torch.split(states, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
+    losses = [checkpoint(loss_of, *piece, use_reentrant=False) for piece in pieces]
+    total: Tensor = torch.stack(losses).sum()
+    return total / targets.numel()

@@ -13,6 +13,7 @@ _KINDS = {
     "copy_out": "gather_buffers",
     "gathered": "gathered_weights",
     "reduce": "reduce_buffers",
+    "defer": "gradients",
 }
 
 
@@ -21,14 +22,17 @@ def fsdp_kinds(tracker: Tracker) -> Iterator[None]:
     """Inside, what FSDP2 gathers and reduces has kinds of its own."""
     with ExitStack() as stack:
         for what, (owner, name) in fsdp_transfers().items():
-            within = _within(getattr(owner, name), tracker, _KINDS[what])
-            stack.enter_context(patched(owner, name, _then_adopt(within, tracker) if what == "reduce" else within))
+            tagged = within(getattr(owner, name), tracker, _KINDS[what])
+            then = _THEN.get(what)
+            stack.enter_context(patched(owner, name, then(tagged, tracker) if then else tagged))
         owner, name = sharding_arithmetic()
         stack.enter_context(patched(owner, name, _uncounted(getattr(owner, name), tracker)))
         yield
 
 
-def _within(function: Callable[..., Any], tracker: Tracker, kind: str) -> Callable[..., Any]:
+def within(function: Callable[..., Any], tracker: Tracker, kind: str) -> Callable[..., Any]:
+    """``function``, whose allocations are of this kind."""
+
     def inside(*args: Any, **kwargs: Any) -> Any:
         with tracker.during(kind):
             return function(*args, **kwargs)
@@ -44,7 +48,7 @@ def _uncounted(function: Callable[..., Any], tracker: Tracker) -> Callable[..., 
     return inside
 
 
-def _then_adopt(reduce: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+def _adopt_reduced(reduce: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
     """What a reduction leaves on the sharded parameters are gradients."""
 
     def inside(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,3 +59,21 @@ def _then_adopt(reduce: Callable[..., Any], tracker: Tracker) -> Callable[..., A
         return result
 
     return inside
+
+
+def _adopt_deferred(keep: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+    """A whole gradient that waits for the last micro-batch is a gradient."""
+
+    def inside(fsdp_param: Any) -> Any:
+        result = keep(fsdp_param)
+        waiting = fsdp_param.unsharded_accumulated_grad
+        if waiting is None:
+            waiting = fsdp_param.unsharded_param.grad
+        if waiting is not None:
+            tracker.adopt(waiting, "gradients")
+        return result
+
+    return inside
+
+
+_THEN = {"reduce": _adopt_reduced, "defer": _adopt_deferred}

@@ -47,7 +47,7 @@ def _all_indices(mask: Tensor) -> Tensor:
 
 
 def _everything(values: Tensor, mask: Tensor) -> Tensor:
-    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
+    return values.new_empty(torch.broadcast_tensors(values, mask)[0].numel())  # type: ignore[no-untyped-call]
 
 
 def _without_masks(indices: Any) -> list[Any]:

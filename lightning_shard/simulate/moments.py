@@ -1,11 +1,13 @@
 """Tell the tracker which moment of the step it is: the blocks are the clock."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_shard._compat import in_backward
-from lightning_shard.simulate.tracker import Tracker
+from lightning_shard.simulate.result import MomentPeak
+from lightning_shard.simulate.tracker import SETUP, Tracker
 
 BEFORE_BLOCKS = "before the blocks"
 FORWARD_END = "end of forward"
@@ -60,5 +62,10 @@ def _ends(tracker: Tracker, index: int, *, is_last: bool) -> Any:
 def _on_gradient(values: Any, tracker: Tracker, moment: str) -> None:
     for value in values if isinstance(values, (list, tuple)) else ():
         if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(lambda _: tracker.enter_moment(moment))
+            value.register_hook(lambda _: tracker.enter_moment(moment))  # type: ignore[no-untyped-call]
             return
+
+
+def in_order(peaks: Iterable[MomentPeak]) -> tuple[MomentPeak, ...]:
+    """The moments of a step in the order in which it went through them; what came before the step is left out."""
+    return tuple(peak for peak in peaks if peak.name != SETUP)

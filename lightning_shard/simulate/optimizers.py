@@ -26,7 +26,7 @@ CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], train: TrainSpec) -> Optimizer:
-    """torch's optimizer of that name over what trains.
+    """The torch optimizer of that name over what trains.
 
     Raises:
         ValueError: for an optimizer that torch does not have.
@@ -38,7 +38,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], train: TrainSpec) -> Opti
             f"{', '.join(CLASSES)}, or give a LightningModule whose configure_optimizers builds it."
         )
     make, arguments = CLASSES[name]
-    how = {"foreach": train.optimizer_implementation == "foreach"}
+    how: dict[str, Any] = {"foreach": train.optimizer_implementation == "foreach"}
     if train.optimizer_implementation == "fused":
         how = {"fused": True}
     return make([p for p in parameters if p.requires_grad], **arguments, **how)
@@ -49,18 +49,27 @@ def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients
 
     Lightning clears gradients between forward and backward, so a forward finds those of the step before.
     """
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    tracker.mark()
+    for optimizer in optimizers:
         optimizer.step()
-        for state in optimizer.state.values():
-            for value in state.values():
-                # A step counter lives on the host unless the fused kernel reads it.
-                if isinstance(value, Tensor) and (value.dim() or optimizer.defaults.get("fused")):
-                    tracker.adopt(value, "optimizer_state")
-        for parameter in parameters:
-            if keep_gradients and parameter.grad is not None:
-                tracker.adopt(parameter.grad, "gradients")
-            else:
-                parameter.grad = None
+        _adopt_state(optimizer, tracker)
+    tracker.mark()
+    for parameter in parameters:
+        if keep_gradients and parameter.grad is not None:
+            tracker.adopt(parameter.grad, "gradients")
+        else:
+            parameter.grad = None
+    tracker.mark()
+
+
+def _adopt_state(optimizer: Optimizer, tracker: Tracker) -> None:
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for state in optimizer.state.values():
+        for value in state.values():
+            # A step counter lives on the host unless the fused kernel reads it.
+            if isinstance(value, Tensor) and (value.dim() or fused):
+                tracker.adopt(value, "optimizer_state")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
 from lightning_shard.simulate import moments
 from lightning_shard.simulate.autocast import autocast_as_cuda
 from lightning_shard.simulate.tracker import Tracker
-from lightning_shard.specs import Precision, TrainSpec
+from lightning_shard.specs import Precision
 
 ZeroGrad = Literal["before_backward", "after_step"]
 
@@ -29,7 +28,7 @@ class Job:
     wrapped: nn.Module
     """DDP's wrapper around the root, or the root itself."""
     optimizers: list[Optimizer]
-    train: TrainSpec
+    accumulate: int
     batch: Callable[[], Any]
     zero_grad: ZeroGrad
     """Lightning clears gradients before backward, a plain loop after the step."""
@@ -63,14 +62,14 @@ def wrap(layout: Parallelized, tracker: Tracker, *, fake: bool) -> nn.Module:
 
 def run_step(job: Job, tracker: Tracker) -> None:
     """All micro-batches and the optimizer's step. Of many micro-batches the first and the last are run."""
-    num_run = min(job.train.accumulate, 2)
+    num_run = min(job.accumulate, 2)
     for index in range(num_run):
         first, last = index == 0, index == num_run - 1
         before = len(tracker.collectives)
         with nullcontext() if last else _between_micro_batches(job):
             _micro_batch(job, tracker, clear=first)
         if not last:  # the others up to the last one send what this one did
-            tracker.collectives += tracker.collectives[before:] * (job.train.accumulate - 2)
+            tracker.collectives += tracker.collectives[before:] * (job.accumulate - 2)
     tracker.enter_moment(moments.OPTIMIZER)
     with tracker.during("optimizer_step"):
         for optimizer in job.optimizers:
@@ -87,7 +86,7 @@ def _micro_batch(job: Job, tracker: Tracker, *, clear: bool) -> None:
         stack.enter_context(job.layout.root_cast())
         stack.enter_context(_mixed(job.layout.precision, job.layout.plan))
         loss = _loss_of(_call(job, batch))
-    loss = loss / job.train.accumulate
+    loss = loss / job.accumulate
     if clear:
         _clear(job)
     if job.layout.replicated is not None:
@@ -99,7 +98,7 @@ def _micro_batch(job: Job, tracker: Tracker, *, clear: bool) -> None:
 def _call(job: Job, batch: Any) -> Any:
     """``training_step``, through DDP's forward where there is DDP, as Lightning redirects it."""
     root = job.root
-    if job.wrapped is root:
+    if not isinstance(job.wrapped, DistributedDataParallel):
         return root.training_step(batch, 0)
     original = root.forward
 
@@ -150,7 +149,7 @@ def _between_micro_batches(job: Job) -> Iterator[None]:
 def _reduced_at_once(tracker: Tracker) -> Any:
     """A hook in place of DDP's own all-reduce, whose result the fake group never delivers."""
 
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations and wants its own types
         buffer = bucket.buffer()
         tracker.collectives.append(("all_reduce", buffer.numel() * buffer.element_size()))
         future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -18,7 +18,8 @@ from lightning_shard.simulate.guesses import Guesses
 from lightning_shard.simulate.patches import patched
 from lightning_shard.simulate.result import MomentPeak
 
-
+SETUP = "setup"
+"""The moment before any step."""
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -35,7 +36,7 @@ class _Entry:
         self.reference = reference
 
 
-class Tracker(DispatchMode):
+class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd, and with it every new storage; a weak reference sees its end.
 
     Each storage has a kind: that of the innermost :meth:`during`, else ``backward`` inside a backward pass and
@@ -43,15 +44,17 @@ class Tracker(DispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes: Counter[str] = Counter()
         """Live bytes by kind now."""
         self.allocated_bytes = 0
-        self.moment = "setup"
+        self.moment = SETUP
         self.peaks: dict[str, MomentPeak] = {}
         """The fullest point of each moment."""
         self.events: list[Event] = []
         """The trace, for the allocator's replay."""
+        self.marks: list[int] = []
+        """Where in :attr:`events` a new part of the trace begins."""
         self.collectives: list[tuple[str, int]] = []
         """Kind and bytes of each."""
         self.guesses = Guesses()
@@ -97,6 +100,10 @@ class Tracker(DispatchMode):
         entry = self._entries.get(id(_local(tensor).untyped_storage()))
         return None if entry is None else entry.kind
 
+    def mark(self) -> None:
+        """A new part of the trace begins here."""
+        self.marks.append(len(self.events))
+
     def enter_moment(self, name: str) -> None:
         """From here on peaks are those of this moment."""
         self.moment = name
@@ -108,11 +115,11 @@ class Tracker(DispatchMode):
     def __enter__(self) -> Any:
         self._patch = patched(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
         self._patch.__enter__()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._patch.__exit__(*exception)
 
     @override
@@ -177,9 +184,7 @@ class Tracker(DispatchMode):
         peak = self.peaks.get(self.moment)
         if peak is None or self.allocated_bytes > peak.allocated_bytes:
             kinds = {kind: size for kind, size in self.live_bytes.items() if size}
-            self.peaks[self.moment] = MomentPeak(
-                name=self.moment, allocated_bytes=self.allocated_bytes, kinds=kinds
-            )
+            self.peaks[self.moment] = MomentPeak(name=self.moment, allocated_bytes=self.allocated_bytes, kinds=kinds)
 
     def _resizing(self, original: Any) -> Any:
         """``UntypedStorage.resize_``, through which FSDP2 frees and refills gathered weights."""
