@@ -5,6 +5,7 @@ Lightning and imports neither torch nor Lightning: public names load what they n
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard._registry import register_strategies
@@ -55,7 +56,7 @@ _ROOMS = {
 
 
 def plan(
-    model: "ModelSpec | nn.Module",
+    model: "ModelSpec | nn.Module | str | Path",
     train: "TrainSpec | None" = None,
     cluster: "Cluster | None" = None,
     *,
@@ -65,7 +66,7 @@ def plan(
     """Decide how to run a training job: the fastest plan that fits, and why the others were rejected.
 
     Args:
-        model: a spec, or a live or meta module to take it from.
+        model: a spec, a live or meta module, a folder with a ``config.json``, or a hub id.
         train: what the run wants; the defaults of :class:`TrainSpec` when left out.
         cluster: the devices; those of this machine when left out.
         headroom: the share of each device's memory to leave free.
@@ -75,7 +76,10 @@ def plan(
     from lightning_shard.planner import choose
     from lightning_shard.specs import ModelSpec, TrainSpec
 
-    spec = model if isinstance(model, ModelSpec) else ModelSpec.from_module(model)
+    if isinstance(model, (str, Path)):
+        spec = ModelSpec.from_pretrained(model)
+    else:
+        spec = model if isinstance(model, ModelSpec) else ModelSpec.from_module(model)
     return choose(spec, train or TrainSpec(), cluster or Cluster.detect(), headroom=headroom, pin=pin)
 
 
