@@ -18,7 +18,9 @@ class BlockActivations:
     input_bytes: int
     """Kept where the block recomputes: its input."""
     gradient_bytes: int
-    """Gradients of activations alive at the heaviest point of the block's backward."""
+    """Gradients of activations just after the last product's backward, the heaviest point but for weights."""
+    product_gradient_bytes: int
+    """Gradients of activations in the last product's backward, where its weight's gradient is made."""
     exact: bool
     """Derived from the architecture; False means estimated from shapes."""
 
@@ -38,6 +40,7 @@ def block_activations(
         kept_bytes=tape.total(tokens),
         input_bytes=setting.stream_bytes * arch.hidden * tokens,
         gradient_bytes=_gradients(arch, c) * tokens,
+        product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens,
         exact=True,
     )
 
@@ -121,9 +124,12 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
 
 
 def _gradients(arch: Architecture, c: int) -> int:
-    """Gradients at the start of the MLP's backward: of its output, its product and the two factors."""
-    ffn = arch.expert_ffn * arch.experts_per_token if arch.experts else arch.ffn
-    return c * (arch.hidden + (2 if arch.gated_mlp else 1) * ffn)
+    """Of the block's output, and of the MLP's middle: of both factors of a gated one."""
+    return c * (arch.hidden + (2 if arch.gated_mlp else 1) * _middle_width(arch))
+
+
+def _middle_width(arch: Architecture) -> int:
+    return arch.expert_ffn * arch.experts_per_token if arch.experts else arch.ffn
 
 
 def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
@@ -136,6 +142,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         kept_bytes=(c * elements + 4 * sum(vectors)) * tokens,
         input_bytes=c * min((shape[-1] for shape in matrices), default=1) * tokens,
         gradient_bytes=2 * c * widest * tokens,
+        product_gradient_bytes=c * widest * tokens,
         exact=False,
     )
 

@@ -51,7 +51,7 @@ def _bytes_per_entry(loss: str, c: int) -> tuple[int, int, int]:
     cast = 0 if wide == c else wide
     copied = wide if loss == "shifted" else 0
     kept = wide if loss == "kept" else 0
-    return c + cast + copied + wide, 3 * wide + kept, c + cast + kept
+    return c + cast + copied + wide, 3 * wide + kept, c + kept
 
 
 def _tail(model: ModelSpec, c: int) -> int:

@@ -46,6 +46,28 @@ class Situation:
         """Whether DDP holds gradients in buckets."""
         return not self.sharded and self.plan.dp_replicate > 1
 
+    @property
+    def casts(self) -> bool:
+        """Whether what trains is cast to the compute dtype for each use."""
+        return self.compute_bytes != self.master_bytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether a group's weight gradients stay until its backward is through: sharded, or behind a cast."""
+        return self.sharded or self.casts
+
+    @property
+    def tied_numel(self) -> int:
+        """Trained elements of an embedding that is the head as well."""
+        tied = {name for pair in self.model.tied for name in pair}
+        return sum(
+            tensor.numel
+            for unit in self.model.units
+            if unit.kind == "embedding"
+            for tensor in unit.tensors
+            if tensor.trainable and f"{unit.names[0]}.{tensor.name}" in tied
+        )
+
     def total(self, field: str, *kinds: str) -> int:
         """Sum of one of a group's figures over all repetitions, of some kinds or of all."""
         return sum(g.count * int(getattr(g, field)) for g in self.groups if not kinds or g.kind in kinds)

@@ -3,7 +3,7 @@
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation
 
-_BLOCKS_DONE = (Moment.BOTTOM_REDUCE, Moment.EMBEDDING, Moment.OPTIMIZER)
+_BLOCKS_DONE = (Moment.BOTTOM_REDUCE, Moment.EMBEDDING)
 
 
 def frozen_weights(s: Situation, moment: Moment) -> int:
@@ -46,12 +46,23 @@ def gradients(s: Situation, moment: Moment) -> int:
         return everything
     if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
         return 0
-    done = s.total("trained_numel", "head")
-    if moment in (Moment.BOTTOM, *_BLOCKS_DONE):
-        done += s.total("trained_numel", "block")
     if moment is Moment.OPTIMIZER:
         return everything
-    return s.master_bytes * done
+    return s.master_bytes * _reduced_numel(s, moment)
+
+
+def _reduced_numel(s: Situation, moment: Moment) -> int:
+    """Elements whose gradients are there, the group being reduced included."""
+    done = s.total("trained_numel", "head")
+    if moment is Moment.TOP_REDUCE:
+        done += s.one("trained_numel", "block")
+    if moment is Moment.BOTTOM:  # all but the first block's own
+        done += s.total("trained_numel", "block") - s.one("trained_numel", "block")
+    if moment in _BLOCKS_DONE:
+        done += s.total("trained_numel", "block")
+    if moment is Moment.EMBEDDING:
+        done += max(s.total("trained_numel", "embedding"), s.total("trained_numel", "root"))
+    return done
 
 
 def deferred_gradients(s: Situation, moment: Moment) -> int:

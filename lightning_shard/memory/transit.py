@@ -3,28 +3,33 @@
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation
 
-_BEFORE_BLOCKS = (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD, Moment.HEAD_REDUCE)
-_FORWARD_OVER = (Moment.TOP, Moment.TOP_REDUCE, Moment.BOTTOM, Moment.BOTTOM_REDUCE, Moment.EMBEDDING)
-
 
 def gathered_weights(s: Situation, moment: Moment) -> int:
-    """Whole groups present in the compute dtype: the root, the head until its backward, the block that
-    computes, one all-gather buffer (the last one gathered in forward, the prefetched one in backward), and
-    the blocks kept between forward and backward.
+    """Whole groups present in the compute dtype.
+
+    The root through both passes; the head until its gradients are reduced; the block at work; one all-gather
+    buffer (what was gathered last in forward, what is prefetched in backward); and blocks kept in between. A
+    group is freed just before its gradients are reduced.
     """
     if not s.sharded or moment is Moment.OPTIMIZER:
         return 0
     root, head = s.total("gathered_bytes", "root"), s.total("gathered_bytes", "head")
     block = s.one("gathered_bytes", "block")
+    ahead = s.plan.prefetch * block
     if moment is Moment.FORWARD_END:
         return root + head + (head or block) + _kept(s)
-    if moment in _BEFORE_BLOCKS:
-        return root + head + s.plan.prefetch * block + _kept(s)
-    if moment in (Moment.TOP, Moment.TOP_REDUCE):
-        return root + max(block * (1 + s.plan.prefetch), _kept(s))
-    if moment in (Moment.BOTTOM, Moment.BOTTOM_REDUCE):
-        return root + block + s.total("gathered_bytes", "embedding") * _keeps_all(s)
-    return root
+    if moment is Moment.LOSS:  # a head of its own is what prefetches the last block
+        return root + head + (0 if head else ahead) + _kept(s)
+    if moment is Moment.HEAD:
+        return root + head + ahead + _kept(s)
+    if moment is Moment.HEAD_REDUCE:
+        return root + ahead + _kept(s)
+    if moment is Moment.TOP:
+        return root + max(block + ahead, _kept(s))
+    if moment is Moment.TOP_REDUCE:
+        return root + max(ahead, _kept(s) - block)
+    embedding = s.total("gathered_bytes", "embedding") if s.plan.reshard_after_forward is False else 0
+    return root + embedding + (block if moment is Moment.BOTTOM else 0)
 
 
 def _kept(s: Situation) -> int:
@@ -35,39 +40,65 @@ def _kept(s: Situation) -> int:
     return s.total("gathered_bytes", "block", "embedding") // (1 if reshard is False else reshard)
 
 
-def _keeps_all(s: Situation) -> bool:
-    return s.plan.reshard_after_forward is False
-
-
 def compute_copies(s: Situation, moment: Moment) -> int:
-    """Casts of FP32 masters to the compute dtype where nothing is gathered: autograd keeps them until each
-    layer's backward. The embedding's is dropped after its look-up.
+    """Casts of weights to the compute dtype where nothing is gathered: autograd keeps them until each layer's
+    backward. The embedding's is dropped after its look-up; recomputing blocks make theirs again.
     """
-    if s.sharded or moment is Moment.OPTIMIZER:
+    if s.sharded or moment in (Moment.EMBEDDING, Moment.OPTIMIZER):
         return 0
-    kinds = {"block"} if moment in _FORWARD_OVER else {"block", "head", "root"}
-    copies = s.compute_bytes * s.total("copied_numel", *kinds)
-    if moment in (Moment.BOTTOM, Moment.BOTTOM_REDUCE) or s.plan.activation_checkpoint != "none":
-        return min(copies, s.compute_bytes * s.one("copied_numel", *kinds))
-    return 0 if moment is Moment.EMBEDDING else copies
+    c = s.compute_bytes
+    one = c * s.one("copied_numel", "block")
+    blocks = one if s.plan.activation_checkpoint != "none" else c * s.total("copied_numel", "block")
+    head = c * s.total("copied_numel", "head", "root")
+    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
+        recomputed = s.plan.activation_checkpoint != "none"
+        return head + (0 if recomputed else blocks)
+    if moment in (Moment.HEAD_REDUCE, Moment.TOP):
+        return blocks
+    if moment is Moment.TOP_REDUCE:
+        return max(0, blocks - one)
+    return one if moment is Moment.BOTTOM else 0
 
 
 def weight_gradients(s: Situation, moment: Moment) -> int:
-    """Gradients in the compute dtype before they are reduced or accumulated: of the layer at work, and of a
-    whole group when it is about to be reduced.
+    """Gradients in the compute dtype before they are reduced or accumulated.
+
+    Of a sharded or cast group they stay until the group's backward is through, where a cast one is also made
+    FP32 tensor by tensor; a plain parameter's goes at once. A tied table's stays from the head's backward to
+    the embedding's.
     """
-    whole = {
-        Moment.HEAD_REDUCE: ("head",),
-        Moment.TOP_REDUCE: ("block",),
-        Moment.BOTTOM_REDUCE: ("block",),
-        Moment.EMBEDDING: ("embedding", "root"),
-    }
-    layer = {Moment.HEAD: ("head",), Moment.TOP: ("block",), Moment.BOTTOM: ("block",), **whole}
-    if s.sharded and moment in whole:
-        return s.compute_bytes * max(s.one("whole_numel", kind) for kind in whole[moment])
-    numel = max((s.one("largest_trained_numel", kind) for kind in layer.get(moment, ())), default=0)
-    cast = s.master_bytes if not s.sharded and s.compute_bytes != s.master_bytes else 0
-    return numel * (s.compute_bytes + cast)
+    c, held = s.compute_bytes, s.compute_bytes * s.tied_numel
+    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.OPTIMIZER):
+        return 0
+    if moment is Moment.HEAD:
+        return held or c * s.one("largest_trained_numel", "head")
+    if moment is Moment.HEAD_REDUCE:
+        return held or _at_the_end(s, "head")
+    if moment in (Moment.TOP, Moment.BOTTOM):
+        return held + (c * s.one("largest_trained_numel", "block") if s.waits or _product_first(s, moment) else 0)
+    if moment is Moment.EMBEDDING:
+        return held + max(_at_the_end(s, "embedding"), _at_the_end(s, "root"))
+    return held + _at_the_end(s, "block")
+
+
+def _at_the_end(s: Situation, kind: str) -> int:
+    """Of a whole group whose backward is through: all its gradients, and the FP32 copy being made of one."""
+    c, largest = s.compute_bytes, s.one("largest_trained_numel", kind)
+    if not s.waits:
+        return c * largest if s.buckets else 0
+    cast = s.master_bytes * largest if s.casts and s.buckets else 0
+    return c * s.one("whole_numel", kind) + cast
+
+
+def _product_first(s: Situation, moment: Moment) -> bool:
+    """Whether a block's backward is fullest at its last product (its weight's gradient beside one gradient of the
+    MLP's width), not just after it (two such gradients).
+    """
+    block = s.top if moment is Moment.TOP else s.bottom
+    if block is None:
+        return False
+    weight = s.compute_bytes * block.group.largest_trained_numel
+    return weight + block.activations.product_gradient_bytes > block.activations.gradient_bytes
 
 
 def reduce_buffers(s: Situation, moment: Moment) -> int:
@@ -75,15 +106,14 @@ def reduce_buffers(s: Situation, moment: Moment) -> int:
     if not s.sharded:
         return 0
     alive = {
-        Moment.HEAD_REDUCE: "head",
-        Moment.TOP: "head",
-        Moment.TOP_REDUCE: "block",
-        Moment.BOTTOM: "block",
-        Moment.BOTTOM_REDUCE: "block",
+        Moment.HEAD_REDUCE: ("head",),
+        Moment.TOP: ("head",),
+        Moment.TOP_REDUCE: ("block",),
+        Moment.BOTTOM: ("block",),
+        Moment.BOTTOM_REDUCE: ("block",),
+        Moment.EMBEDDING: ("embedding", "root"),
     }
-    if moment is Moment.EMBEDDING:
-        return s.reduce_bytes * max(s.one("whole_numel", "embedding"), s.one("whole_numel", "root"))
-    return s.reduce_bytes * s.one("whole_numel", alive[moment]) if moment in alive else 0
+    return s.reduce_bytes * max((s.one("whole_numel", kind) for kind in alive.get(moment, ())), default=0)
 
 
 def activations(s: Situation, moment: Moment) -> int:
@@ -114,7 +144,10 @@ def activation_gradients(s: Situation, moment: Moment) -> int:
     """Gradients of activations at the heaviest point of the layer at work."""
     if moment in (Moment.TOP, Moment.BOTTOM):
         block = s.top if moment is Moment.TOP else s.bottom
-        return block.activations.gradient_bytes if block else 0
+        if block is None:
+            return 0
+        product_first = not s.waits and _product_first(s, moment)
+        return block.activations.product_gradient_bytes if product_first else block.activations.gradient_bytes
     if moment in (Moment.HEAD_REDUCE, Moment.TOP_REDUCE, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
         return s.top.activations.input_bytes if s.top else 0
     return 0
