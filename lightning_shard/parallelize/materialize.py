@@ -28,6 +28,10 @@ class Materializer:
         self._real: dict[int, Tensor] = {}
         self._keep_alive: list[Tensor] = []
         self._places = list(_walk(root, "", None))
+        self._owners: dict[int, int] = {}
+        for module, _, _ in self._places:
+            for tensor in _own_tensors(module):
+                self._owners.setdefault(id(tensor), id(module))
 
     def materialize(self, part: nn.Module) -> None:
         """Initialise everything below ``part`` that is still on the meta device.
@@ -36,6 +40,9 @@ class Materializer:
             RuntimeError: when a module gives no way to initialise one of its tensors.
         """
         wanted = {id(module) for module in part.modules()}
+        # A tied tensor gets its values from the first module that holds it, whichever is asked for first.
+        shared = (id(t) for module in part.modules() for t in _own_tensors(module) if t.is_meta)
+        wanted |= {self._owners[key] for key in shared if key in self._owners}
         places = [place for place in self._places if id(place[0]) in wanted]
         fresh = [(place, names) for place in places if (names := self._make_real(place[0]))]
         touched = {id(place[0]) for place, _ in fresh}
@@ -129,6 +136,11 @@ def _initialise(module: nn.Module, owner: nn.Module | None) -> None:
     if owner is not None:
         with torch.no_grad():
             owner._init_weights(module)  # type: ignore[operator]
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    stores = itertools.chain(module._parameters.values(), module._buffers.values())
+    return [tensor for tensor in stores if tensor is not None]
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:
