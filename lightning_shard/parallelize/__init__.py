@@ -60,16 +60,19 @@ class Parallelized:
     def between_micro_batches(self) -> Generator[None, None, None]:
         """Accumulate: no reduction of replicated gradients, and of sharded ones as the plan says.
 
-        A plan that keeps blocks between forward and backward keeps them until the last micro-batch too.
+        A plan that keeps blocks between forward and backward keeps them until the last micro-batch too. Between
+        replicas of a sharded copy nothing travels before the last one: each shard adds up its own sum.
         """
         root = self.module
         assert isinstance(root, FSDPModule)
+        root.set_requires_all_reduce(False)
         root.set_requires_gradient_sync(not self.plan.defer_gradient_sync)
         root.set_reshard_after_backward(self.plan.reshard_after_forward is not False)
         try:
             with self.replicated.paused() if self.replicated else nullcontext():
                 yield
         finally:
+            root.set_requires_all_reduce(True)
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
 

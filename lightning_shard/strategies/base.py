@@ -1,6 +1,6 @@
 """One engine for every plan: Lightning's hooks, as thin as they can be."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
@@ -18,6 +19,7 @@ from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, u
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.checks import (
+    require_manual_backward,
     require_optimizers_over_module,
     require_supported_precision,
     require_trainable,
@@ -59,6 +61,7 @@ class PlanStrategy(PortableStateStrategy):
         self._weights_only = weights_only
         self._mesh: DeviceMesh | None = None
         self._synced_once = False
+        """Whether a backward of this fit went through the strategy."""
 
     # --- which plan ---------------------------------------------------------------------------------
 
@@ -235,6 +238,12 @@ class PlanStrategy(PortableStateStrategy):
             and self._root.automatic_optimization
         ):
             require_used(ddp)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if not self._root.automatic_optimization and self.world_size > 1:
+            require_manual_backward(optimizer, seen=self._synced_once)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     @contextmanager

@@ -51,6 +51,16 @@ def require_used(ddp: DistributedDataParallel) -> None:
         )
 
 
+def require_manual_backward(optimizer: Optimizer, *, seen: bool) -> None:
+    """Raise RuntimeError when manual optimization steps gradients that no ``manual_backward`` has averaged."""
+    if not seen and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called on gradients that were not averaged over the ranks: the loss was "
+            "sent backward by itself, so every rank would train its own copy. Call self.manual_backward(loss) instead of "
+            "loss.backward()."
+        )
+
+
 def require_supported_precision(plan: Plan, precision: Precision) -> None:
     """Raise ValueError for a precision that a sharded plan cannot run."""
     if plan.strategy == "fsdp2" and precision.name == "16-mixed":
