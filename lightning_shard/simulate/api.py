@@ -5,6 +5,8 @@ import logging
 import time
 from typing import Any, Literal
 
+import torch
+
 import lightning_shard.parallelize as engine
 from lightning_shard.plans import Plan
 from lightning_shard.simulate.collectives import summarise
@@ -72,7 +74,8 @@ def simulate(
     engine.require_supported(plan)
     start = time.monotonic()
     options = _Options(batch=batch, dtype=dtype, zero_grad=zero_grad, expandable_segments=expandable_segments)
-    counted, depths = _count(model, train, plan, options, depth)
+    with torch.random.fork_rng(devices=[]):
+        counted, depths = _count(model, train, plan, options, depth)
     peak = max(counted.moments, key=lambda moment: moment.allocated_bytes)
     return Simulation(
         plan=plan,

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
+from lightning_shard._compat import is_fake
 from lightning_shard.simulate.patches import patched
 
 
@@ -24,10 +26,10 @@ def allocate_as_cuda() -> Iterator[None]:
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     attention = functional.scaled_dot_product_attention
     yield functional, "scaled_dot_product_attention", _without_dropout(attention)
-    yield torch, "dropout", _dropout(functional.dropout)
+    yield torch, "dropout", _dropout(torch.dropout)
     yield functional, "dropout", _dropout(functional.dropout)
-    yield functional, "rms_norm", _fused_rms_norm
-    yield torch, "rms_norm", _fused_rms_norm
+    yield torch, "rms_norm", _rms_norm(torch.rms_norm)
+    yield functional, "rms_norm", _rms_norm(functional.rms_norm)
     masking = sys.modules.get("transformers.masking_utils")
     if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
         # It takes a fake tensor for one that is being traced, and then keeps a mask that no real run makes.
@@ -62,9 +64,34 @@ def _dropout(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return dropout
 
 
-def _fused_rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """CUDA keeps the input and one number per row; the CPU's composite keeps the input in FP32 as well."""
-    result: Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
-    return result
+def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA's fused kernel, which it takes where input and weight have one type."""
+
+    def rms_norm(
+        input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if not is_fake(input) or (weight is not None and weight.dtype != input.dtype):
+            return original(input, normalized_shape, weight, eps)
+        result: Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+        return result
+
+    return rms_norm
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Shapes of the fused kernel: kept are the input and one FP32 number per row (the CPU keeps an FP32 input)."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = input.new_empty(input.shape[: input.dim() - dims], dtype=torch.float32)
+        ctx.save_for_backward(input, weight, rows)
+        return torch.empty_like(input)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        to_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+        to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return to_input, to_weight, None

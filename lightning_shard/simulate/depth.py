@@ -4,11 +4,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_shard.simulate.allocator import LARGE_SEGMENT_BYTES
 from lightning_shard.simulate.result import Collective, MomentPeak
 
 _BLOCK = re.compile(r"(?P<what>.* of block )(?P<index>-?\d+)$")
 RESERVED_TOLERANCE = 0.01
-"""Reserved bytes come in segments, so they are on a line only nearly."""
+"""Reserved bytes come in segments, so they are on a line only nearly: within this share and one segment."""
+
+ROUNDING_BYTES = 4096
+"""What rounding every bucket up to 512 bytes can add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,9 @@ def extrapolate(runs: Sequence[Counted], num_blocks: int) -> Counted:
         num_blocks=num_blocks,
         moments=tuple(_moment(line, name, short[name], middle[name], long[name]) for name in short),
         collectives=_collectives(line, runs),
-        reserved_bytes=line(*(run.reserved_bytes for run in runs), tolerance=RESERVED_TOLERANCE),
+        reserved_bytes=line(
+            *(run.reserved_bytes for run in runs), tolerance=RESERVED_TOLERANCE, slack_bytes=LARGE_SEGMENT_BYTES
+        ),
         guessed_branches=line(*(run.guessed_branches for run in runs)),
     )
 
@@ -58,10 +64,12 @@ class _Line:
         self._wanted = (wanted - short) / (long - short)
         self.wanted = wanted
 
-    def __call__(self, short: int, middle: int, long: int, *, tolerance: float = 0.0) -> int:
+    def __call__(
+        self, short: int, middle: int, long: int, *, tolerance: float = 1e-5, slack_bytes: int = ROUNDING_BYTES
+    ) -> int:
         """The value at the wanted depth."""
         expected = short + (long - short) * self._middle
-        if abs(expected - middle) > tolerance * middle:
+        if abs(expected - middle) > tolerance * middle + slack_bytes:
             raise NotLinearError(f"{middle} bytes where {expected:.0f} were expected")
         return round(short + (long - short) * self._wanted)
 

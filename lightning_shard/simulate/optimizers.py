@@ -70,6 +70,9 @@ def _adopt_state(optimizer: Optimizer, tracker: Tracker) -> None:
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for state in optimizer.state.values():
         for value in state.values():
-            # A step counter lives on the host unless the fused kernel reads it.
-            if isinstance(value, Tensor) and (value.dim() or fused):
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim() or fused:
                 tracker.adopt(value, "optimizer_state")
+            else:  # a step counter lives on the host unless the fused kernel reads it
+                tracker.ignore(value)

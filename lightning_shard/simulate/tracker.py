@@ -95,6 +95,10 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes[kind] += entry.num_bytes
         entry.kind = kind
 
+    def ignore(self, tensor: Tensor) -> None:
+        """Never count this tensor: a real run has it on the host."""
+        self._track(_local(tensor).untyped_storage(), "host")
+
     def kind_of(self, tensor: Tensor) -> str | None:
         """The kind of a counted tensor."""
         entry = self._entries.get(id(_local(tensor).untyped_storage()))
@@ -152,13 +156,16 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
         return "backward" if in_backward() else "activations"
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        self._resize(self._track(storage, kind), storage.nbytes())
+
+    def _track(self, storage: torch.UntypedStorage, kind: str) -> _Entry:
         name = id(storage)
         stream = self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
         self._num_keys += 1
         reference = ref(storage, lambda _: self._end(name))
         entry = _Entry(self._num_keys, 0, kind, stream, reference)
         self._entries[name] = entry
-        self._resize(entry, storage.nbytes())
+        return entry
 
     def _end(self, name: int) -> None:
         entry = self._entries.pop(name)

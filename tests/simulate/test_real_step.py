@@ -1,0 +1,69 @@
+"""Live tensor bytes of real steps on two ranks, counted by the same tracker, against the simulated ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.llama import make_llama
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_shard.parallelize import parallelize
+from lightning_shard.plans import Plan
+from lightning_shard.simulate import simulate
+from lightning_shard.simulate.causal import CausalStep, token_batch
+from lightning_shard.simulate.collectives import summarise
+from lightning_shard.simulate.cuda_like import allocate_as_cuda
+from lightning_shard.simulate.optimizers import make_optimizer
+from lightning_shard.simulate.run import count_step
+from lightning_shard.simulate.source import add_adapter
+from lightning_shard.simulate.tracker import Tracker
+from lightning_shard.specs import AdapterSpec, TrainSpec
+from lightning_shard.testing import run_ranks
+
+PLANS = {
+    "ddp": Plan(dp_replicate=2),
+    "fsdp2": Plan(dp_shard=2),
+    "fsdp2-kept": Plan(dp_shard=2, reshard_after_forward=False),
+    "recompute": Plan(dp_shard=2, activation_checkpoint="full"),
+    "ddp-recompute": Plan(dp_replicate=2, activation_checkpoint="full"),
+}
+
+
+def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
+    """What one rank of a real step counts."""
+    model = make_llama(hidden_size=64, intermediate_size=160, vocab_size=256)
+    root = CausalStep(model if train.adapter is None else add_adapter(model, train.adapter))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)) if plan.strategy == "fsdp2" else None
+    layout = parallelize(root, plan, precision=train.precision_row, device=torch.device("cpu"), mesh=mesh)
+    tracker = Tracker()
+    with allocate_as_cuda():
+        count_step(
+            layout,
+            tracker,
+            batch=lambda: token_batch(train),
+            optimizers=lambda laid_out: [make_optimizer(laid_out.parameters(), train)],
+            accumulate=train.accumulate,
+            zero_grad="before_backward",
+            fake=False,
+        )
+    peak = max(tracker.peaks.values(), key=lambda moment: moment.allocated_bytes)
+    return {
+        "allocated_bytes": peak.allocated_bytes,
+        "moments": {name: moment.allocated_bytes for name, moment in tracker.peaks.items() if name != "setup"},
+        "kinds": peak.kinds,
+        "collectives": summarise(tracker.collectives),
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapter", [None, AdapterSpec(r=4, dropout=0.1)], ids=["full", "lora"])
+@pytest.mark.parametrize("name", PLANS)
+def test_simulated_bytes_are_those_of_a_real_step(name: str, adapter: AdapterSpec | None, precision: str) -> None:
+    train = TrainSpec(micro_batch_size=2, seq_len=48, adapter=adapter, precision=precision, accumulate=2)
+    real = run_ranks(2, real_step, PLANS[name], train)[0]
+    simulated = simulate(lambda: make_llama(hidden_size=64, intermediate_size=160, vocab_size=256), train, PLANS[name])
+    assert simulated.allocated_bytes == pytest.approx(real["allocated_bytes"], rel=0.03)
+    assert simulated.kinds == pytest.approx(real["kinds"], rel=0.03)
+    moments = {moment.name: moment.allocated_bytes for moment in simulated.moments}
+    assert moments == pytest.approx(real["moments"], rel=0.03)
+    assert simulated.collectives == real["collectives"]

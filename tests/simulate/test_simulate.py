@@ -1,0 +1,206 @@
+"""One call simulates a plan: what it counts on a tiny Llama, worked out by hand."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.llama import make_llama
+from torch import nn
+
+from lightning_shard.plans import Plan
+from lightning_shard.simulate import Simulation, simulate
+from lightning_shard.specs import AdapterSpec, TrainSpec
+
+VOCABULARY = 256
+TRAIN = TrainSpec(micro_batch_size=2, seq_len=16)
+BLOCKS = 3
+LORA = AdapterSpec(r=4)
+
+
+def tiny() -> nn.Module:
+    """Large enough a vocabulary that embedding and head are units of their own."""
+    return make_llama(vocab_size=VOCABULARY)
+
+
+def num_parameters(*, trained: bool, adapter: bool) -> int:
+    """Of the tiny Llama of :mod:`helpers.llama`: 3 blocks of width 32, ffn 64, 4 heads of 8, 2 KV heads."""
+    linears = [(32, 32), (16, 32), (16, 32), (32, 32), (64, 32), (64, 32), (32, 64)]
+    base = BLOCKS * (sum(a * b for a, b in linears) + 2 * 32) + 2 * VOCABULARY * 32 + 32
+    lora = BLOCKS * sum(4 * (a + b) for a, b in linears)
+    return (lora if adapter else base) if trained else base
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp_replicate=4), Plan(dp_shard=4), Plan(dp_shard=2, dp_replicate=2)])
+def test_states_follow_what_trains(plan: Plan, adapter: AdapterSpec | None) -> None:
+    """FP32 masters 4 bytes, AdamW's moments 8, frozen weights 2 in bf16; cut by the shards (all sizes divide)."""
+    result = simulate(tiny, TrainSpec(seq_len=16, adapter=adapter), plan)
+    kinds = result.moments[-1].kinds
+    trained = num_parameters(trained=True, adapter=adapter is not None) // plan.dp_shard
+    num_tensors = BLOCKS * (14 if adapter is not None else 9) + 3
+    assert 4 * trained <= kinds["trained_weights"] <= 4 * trained + 512 * num_tensors  # each is rounded up
+    assert kinds["optimizer_state"] == 2 * kinds["trained_weights"]
+    if adapter is not None:
+        frozen = 2 * num_parameters(trained=False, adapter=True) // plan.dp_shard
+        assert frozen <= kinds["frozen_weights"] <= frozen + 512 * (BLOCKS * 9 + 3)
+
+
+def test_fsdp2_gathers_each_block_twice_and_the_rest_once() -> None:
+    """Units: 3 blocks, embedding, head, root. Backward gathers the blocks again; the embedding's gradient does not
+    need it, head and root were kept. Every unit reduces once.
+    """
+    result = simulate(tiny, TRAIN, Plan(dp_shard=2))
+    assert result.count("all_gather") == BLOCKS + 3 + BLOCKS
+    assert result.count("reduce_scatter") == BLOCKS + 3
+    assert result.count("all_reduce") == 0
+
+
+def test_kept_blocks_are_gathered_once() -> None:
+    result = simulate(tiny, TRAIN, Plan(dp_shard=2, reshard_after_forward=False))
+    assert result.count("all_gather") == BLOCKS + 3
+
+
+def test_replicas_of_shards_reduce_among_themselves() -> None:
+    result = simulate(tiny, TRAIN, Plan(dp_shard=2, dp_replicate=2))
+    assert result.count("all_reduce") == BLOCKS + 3
+
+
+def test_a_lora_unit_without_trainables_reduces_nothing() -> None:
+    train = TrainSpec(seq_len=16, adapter=LORA)
+    assert simulate(tiny, train, Plan(dp_shard=2)).count("reduce_scatter") == BLOCKS
+
+
+def test_ddp_reduces_every_gradient_in_buckets() -> None:
+    result = simulate(tiny, TRAIN, Plan(dp_replicate=2))
+    gradients = 4 * num_parameters(trained=True, adapter=False)
+    (reduce,) = result.collectives
+    assert (reduce.kind, reduce.num_bytes) == ("all_reduce", gradients)
+    assert result.kinds["ddp_buckets"] == pytest.approx(gradients, rel=0.01)
+
+
+def test_micro_batches_gather_and_reduce_again() -> None:
+    once = simulate(tiny, TRAIN, Plan(dp_shard=2))
+    train = TrainSpec(micro_batch_size=2, seq_len=16, accumulate=5)
+    every = simulate(tiny, train, Plan(dp_shard=2))
+    deferred = simulate(tiny, train, Plan(dp_shard=2, defer_gradient_sync=True))
+    assert every.count("all_gather") == 5 * once.count("all_gather")
+    assert every.count("reduce_scatter") == 5 * once.count("reduce_scatter")
+    assert deferred.count("reduce_scatter") == once.count("reduce_scatter")
+    assert deferred.kinds["gradients"] >= 4 * num_parameters(trained=True, adapter=False)
+
+
+def test_ddp_sends_once_however_many_micro_batches() -> None:
+    train = TrainSpec(micro_batch_size=2, seq_len=16, accumulate=5)
+    assert simulate(tiny, train, Plan(dp_replicate=2)).count("all_reduce") == 1
+
+
+def test_kinds_add_up_at_every_moment() -> None:
+    result = simulate(tiny, TRAIN, Plan(dp_shard=2))
+    assert result.allocated_bytes == max(moment.allocated_bytes for moment in result.moments)
+    for moment in result.moments:
+        assert sum(moment.kinds.values()) == moment.allocated_bytes
+    names = [moment.name for moment in result.moments]
+    assert names[0] == "before the blocks"
+    assert names[-1] == "optimizer step"
+    assert names.index("end of forward") < names.index("backward of block 2") < names.index("backward of block 0")
+
+
+def test_reserved_is_at_least_allocated_and_device_more() -> None:
+    one, two = simulate(tiny, TRAIN, Plan()), simulate(tiny, TRAIN, Plan(dp_replicate=2))
+    assert one.allocated_bytes <= one.reserved_bytes < one.device_bytes
+    assert two.device_bytes - two.reserved_bytes > one.device_bytes - one.reserved_bytes
+
+
+def test_a_chunked_loss_never_holds_all_logits() -> None:
+    sizes = {"vocab_size": 4096, "max_position_embeddings": 8192}
+    full, chunked = (
+        simulate(lambda: make_llama(**sizes), TrainSpec(seq_len=8192, loss=loss), Plan())  # type: ignore[arg-type]
+        for loss in ("full", "chunked")
+    )
+    logits_fp32 = 4 * 8192 * 4096
+    assert full.allocated_bytes - chunked.allocated_bytes > 2 * logits_fp32
+
+
+def test_gradients_are_there_in_forward_under_lightning_and_not_in_a_plain_loop() -> None:
+    kinds = {}
+    for zero_grad in ("before_backward", "after_step"):
+        result = simulate(tiny, TRAIN, Plan(), zero_grad=zero_grad)  # type: ignore[arg-type]
+        kinds[zero_grad] = next(m for m in result.moments if m.name == "end of forward").kinds
+    assert kinds["before_backward"]["gradients"] == kinds["before_backward"]["trained_weights"]
+    assert "gradients" not in kinds["after_step"]
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "fused", "loop"])
+def test_the_optimizers_temporaries_follow_its_implementation(implementation: str) -> None:
+    train = TrainSpec(seq_len=16, optimizer_implementation=implementation)  # type: ignore[arg-type]
+    step = simulate(tiny, train, Plan()).moments[-1].kinds
+    extra = step.get("optimizer_step", 0)
+    if implementation == "foreach":
+        assert extra == pytest.approx(step["trained_weights"], rel=0.05)
+    else:
+        # A square root and its quotient of the largest tensor at a time.
+        assert extra == pytest.approx(0 if implementation == "fused" else 2 * 4 * VOCABULARY * 32, abs=1024)
+
+
+def test_the_figures_survive_json() -> None:
+    result = simulate(tiny, TRAIN, Plan(dp_shard=2))
+    assert Simulation.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_torch_is_left_as_it_was() -> None:
+    def state() -> tuple[object, ...]:
+        return (
+            dist.is_initialized(),
+            torch.get_default_dtype(),
+            torch.UntypedStorage.resize_,
+            nn.functional.dropout,
+            torch.get_rng_state().tolist(),
+            torch.cpu.current_stream(),
+            torch.is_grad_enabled(),
+        )
+
+    before = state()
+    simulate(tiny, TrainSpec(seq_len=16, adapter=LORA), Plan(dp_shard=2))
+    assert state() == before
+
+
+def test_torch_is_left_as_it_was_after_a_failure() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            raise KeyError("broken")
+
+    resize = torch.UntypedStorage.resize_
+    with pytest.raises(KeyError, match="broken"):
+        simulate(Broken, TRAIN, Plan(dp_replicate=2), batch=torch.zeros(2, 4))
+    assert not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is resize
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_a_process_group_in_use_is_refused(tmp_path: object) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="process group of 1 ranks is initialised.*simulate_in_subprocess"):
+            simulate(tiny, TRAIN, Plan())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_the_engine_does_not_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="tp > 1"):
+        simulate(tiny, TRAIN, Plan(tp=2))
+
+
+def test_an_optimizer_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer='lion' cannot be simulated.*adamw"):
+        simulate(tiny, TrainSpec(seq_len=16, optimizer="lion"), Plan())
+
+
+def test_a_module_without_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has no training_step"):
+        simulate(lambda: nn.Linear(2, 2), TRAIN, Plan())
