@@ -6,6 +6,7 @@ Each private name carries the reason it is needed and when it can go.
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "DDP_SYNCS_BUFFERS",
     "NAMESPACE",
     "DDPStrategy",
     "DispatchMode",
@@ -49,6 +52,15 @@ NAMESPACE = (
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     else "lightning.pytorch"
 )
+
+
+DDP_SYNCS_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
+"""DDP's switch for sending buffers in every forward: renamed in torch 2.13, where the old name warns. Goes when the
+floor is there."""
 
 
 def _lightning(module: str) -> Any:

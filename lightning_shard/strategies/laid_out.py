@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_shard._compat import DDPStrategy, LightningModule
+from lightning_shard._compat import DDP_SYNCS_BUFFERS, DDPStrategy, LightningModule
 from lightning_shard.parallelize import Parallelized
 from lightning_shard.parallelize.shard import reshard_all
 from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
@@ -60,15 +60,15 @@ class LaidOutStrategy(DDPStrategy):
     @contextmanager
     def _buffers_sent_only_if_saved(self, model: nn.Module) -> Generator[None, None, None]:
         """DDP broadcasts all buffers in every step: needless where all of them are derived constants (rotary tables)."""
-        if "broadcast_buffers" in self._ddp_kwargs:
+        if {"broadcast_buffers", "forward_sync_buffers"} & self._ddp_kwargs.keys():
             yield
             return
         saved = model.state_dict().keys()
-        self._ddp_kwargs["broadcast_buffers"] = any(name in saved for name, _ in model.named_buffers())
+        self._ddp_kwargs[DDP_SYNCS_BUFFERS] = any(name in saved for name, _ in model.named_buffers())
         try:
             yield
         finally:
-            del self._ddp_kwargs["broadcast_buffers"]
+            del self._ddp_kwargs[DDP_SYNCS_BUFFERS]
 
     @override
     def _register_ddp_hooks(self) -> None:
