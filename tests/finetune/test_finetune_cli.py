@@ -84,6 +84,18 @@ def test_full_fine_tuning_writes_a_whole_model(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
 
 
+@pytest.mark.parametrize("key", ["text", "messages"])
+def test_other_kinds_of_rows(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a list"}]
+    rows = [{key: "a list is a list" if key == "text" else turns * 2}] * 4
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validation = ["--data.validation", str(tmp_path / "train.jsonl")]
+    assert main([*recipe, *validation, "--json"]) == DONE
+    result = outcome(capsys)
+    assert result["val_loss_after"] < result["val_loss_before"]
+    assert [sample["reference"] for sample in result["samples"]] == ([] if key == "text" else ["a list"] * 2)
+
+
 def run_under_torchrun(arguments: list[str]) -> int:
     return main(arguments)
 
