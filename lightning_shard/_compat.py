@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ __all__ = [
     "Precision",
     "Trainer",
     "TrainerFn",
+    "all_gather_single",
     "at_end_of_backward",
     "compile_whole_blocks",
     "evaluation_loaders",
@@ -53,6 +55,9 @@ NAMESPACE = (
     else "lightning.pytorch"
 )
 
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather equal shards into one tensor: renamed in torch 2.13, where the old name warns. Goes when the floor is there."""
 
 DDP_SYNCS_BUFFERS = (
     "forward_sync_buffers"

@@ -11,6 +11,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "decide how to run a training job, and say why"),
     "spec": ("spec", "write what the planner knows about a model as JSON"),
     "devices": ("devices", "list known devices and links, and what is here"),
+    "probe": ("probe", "measure the links of this cluster"),
     "finetune": ("finetune", "fine-tune a causal language model from a recipe"),
 }
 """Name to (file, one line of help)."""

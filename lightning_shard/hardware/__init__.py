@@ -4,6 +4,7 @@ from lightning_shard.hardware.cluster import Cluster, Device, Link
 from lightning_shard.hardware.detection import detect
 from lightning_shard.hardware.gpus import GPUS, HOST, find_device
 from lightning_shard.hardware.links import LINKS, find_link, link_between_nodes, link_inside_node
+from lightning_shard.hardware.profile import LinkProfile
 
 __all__ = [
     "Cluster",
@@ -12,6 +13,7 @@ __all__ = [
     "GPUS",
     "HOST",
     "LINKS",
+    "LinkProfile",
     "detect",
     "find_device",
     "find_link",

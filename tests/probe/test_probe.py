@@ -1,0 +1,78 @@
+"""Measured links: the fit, the file, and a real probe over gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_shard.cli import main
+from lightning_shard.hardware import Cluster, LinkProfile, find_device, link_between_nodes, link_inside_node
+from lightning_shard.hardware.profile import fit_link
+from lightning_shard.probe import measure_links
+from lightning_shard.testing import ranks
+
+LATENCY_S, BYTES_PER_S = 2e-5, 1.5e9
+
+
+def timing(k: int, n: int, size: int) -> tuple[int, int, int, float]:
+    return k, n, size, k * (n - 1) * LATENCY_S + k * (n - 1) / n * size / BYTES_PER_S
+
+
+def test_the_fit_finds_what_made_the_timings() -> None:
+    timings = [timing(k, n, size) for k in (1, 2) for n in (2, 4) for size in (2**16, 2**20, 2**24)]
+    link = fit_link("x", "intra", timings, source="test")
+    assert link.latency_s == pytest.approx(LATENCY_S)
+    assert link.bytes_per_s == pytest.approx(BYTES_PER_S)
+
+
+def test_noise_never_gives_a_negative_latency() -> None:
+    timings = [(1, 2, 2**16, 1e-5), (1, 2, 2**24, 2e-2)]
+    link = fit_link("x", "intra", timings, source="test")
+    assert link.latency_s >= 0
+    assert link.bytes_per_s > 0
+
+
+def measure() -> LinkProfile:
+    return measure_links(2, torch.device("cpu"), sizes_bytes=(2**14, 2**22))
+
+
+@ranks(2)
+def test_two_ranks_of_a_node_have_one_link() -> None:
+    profile = measure()
+    assert profile.inter is None
+    assert profile.intra is not None
+    assert 1e6 < profile.intra.bytes_per_s < 1e12
+    assert {(row["scope"], row["collective"]) for row in profile.timings} == {
+        ("intra", "all_gather"),
+        ("intra", "all_reduce"),
+    }
+
+
+@ranks(4)
+def test_two_nodes_of_two_ranks_have_both_links() -> None:
+    profile = measure()
+    assert profile.intra is not None
+    assert profile.inter is not None
+    assert {row["ranks"] for row in profile.timings} == {2}
+
+
+def test_a_profile_replaces_the_links_of_a_cluster(tmp_path: Path) -> None:
+    link = fit_link("fast", "intra", [timing(1, 2, 2**20), timing(1, 2, 2**24)], source="test")
+    LinkProfile(intra=link, backend="gloo", world_size=2, date="2026-11-30").save(tmp_path / "links.json")
+    device = find_device("h100-sxm")
+    assert device is not None
+    cluster = Cluster(device=device, intra_link=link_inside_node("nvlink4"), inter_link=link_between_nodes("nvlink4"))
+    changed = LinkProfile.load(tmp_path / "links.json").apply(cluster)
+    assert changed.intra_link == link
+    assert changed.inter_link == cluster.inter_link
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "links.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no link profile"):
+        LinkProfile.load(tmp_path / "links.json")
+
+
+def test_one_device_has_no_link(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--devices", "1"]) == 2
+    assert "a link has two ends" in capsys.readouterr().err
