@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "DDP_SYNCS_BUFFERS",
     "NAMESPACE",
+    "Callback",
     "DDPStrategy",
     "DispatchMode",
     "DoublePrecision",
@@ -73,12 +74,13 @@ def _lightning(module: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.seed import isolate_rng
 else:
+    Callback = importlib.import_module(NAMESPACE).Callback
     LightningModule = importlib.import_module(NAMESPACE).LightningModule
     Trainer = importlib.import_module(NAMESPACE).Trainer
     DoublePrecision = _lightning("plugins.precision").DoublePrecision
