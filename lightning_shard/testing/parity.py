@@ -54,14 +54,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if global_batch_size % world_size:
             raise ValueError(f"global_batch_size={global_batch_size} must be a multiple of world_size={world_size}.")
         self._starts = range(0, num_samples - global_batch_size + 1, global_batch_size)
-        self._share = global_batch_size // world_size
-        self._offset = rank * self._share
+        self.batch_size = global_batch_size // world_size
+        """Samples per batch of this rank."""
+        self._offset = rank * self.batch_size
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
         for start in self._starts:
             first = start + self._offset
-            yield list(range(first, first + self._share))
+            yield list(range(first, first + self.batch_size))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -106,19 +107,23 @@ def trained_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {_plain_name(name): _full(value) for name, value in module.named_parameters() if value.requires_grad}
 
 
-def assert_parity(actual: RunResult, expected: RunResult, *, rtol: float = 1e-5) -> None:
+def assert_parity(
+    actual: RunResult, expected: RunResult, *, rtol: float = 1e-5, loss_rtol: float | None = None
+) -> None:
     """Raise unless two runs had the same losses and ended with the same trained parameters.
 
-    A parameter agrees when no element is off by more than ``rtol`` times the largest element of the tensor.
+    A parameter agrees when no element is off by more than ``rtol`` times the largest element of the tensor,
+    a loss when it is off by no more than ``loss_rtol`` (``rtol`` by default) times itself.
 
     Raises:
         AssertionError: naming what differs, and by how much.
     """
     if len(actual.losses) != len(expected.losses):
         raise AssertionError(f"{len(actual.losses)} batches were trained on, {len(expected.losses)} were expected.")
+    loss_rtol = rtol if loss_rtol is None else loss_rtol
     for index, (loss, wanted) in enumerate(zip(actual.losses, expected.losses, strict=True)):
-        if not abs(loss - wanted) <= rtol * abs(wanted):
-            raise AssertionError(f"Loss of batch {index}: {loss!r} instead of {wanted!r} (rtol {rtol:g}).")
+        if not abs(loss - wanted) <= loss_rtol * abs(wanted):
+            raise AssertionError(f"Loss of batch {index}: {loss!r} instead of {wanted!r} (rtol {loss_rtol:g}).")
     if actual.parameters.keys() != expected.parameters.keys():
         odd = sorted(actual.parameters.keys() ^ expected.parameters.keys())
         raise AssertionError(f"Trained in one of the runs only: {', '.join(odd)}.")
