@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_shard.memory.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
+from lightning_shard.memory.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES
 from lightning_shard.simulate.allocator import FREED, CachingAllocator, Event
 
 
@@ -22,9 +22,11 @@ class Trace:
 
 
 def replay(trace: Trace, *, expandable_segments: bool = False, capacity_bytes: int | None = None) -> CachingAllocator:
-    """Two steps through the allocator: the second meets the cache that the first, without state, has cut up."""
+    """Two steps through the allocator: the second meets the cache that the first, without state, has cut up.
+
+    Workspaces that libraries take from the allocator (cuBLAS) are part of the device's constant.
+    """
     allocator = CachingAllocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
-    allocator.malloc(-1, WORKSPACE_BYTES)
     allocator.replay(trace.setup)
     first = [(-2 - tensor, size, stream) for tensor, size, stream in trace.step]
     allocator.replay(first).replay(trace.state).replay(_second(trace, first))

@@ -145,5 +145,4 @@ def test_the_second_step_frees_what_the_first_left_where_it_frees_what_it_found(
         gradients=((2, 20 * MIB, 0),),
         step=((2, FREED, 0), (3, 20 * MIB, 0)),
     )
-    workspace_bytes = 32 * MIB
-    assert replay(trace).peak_reserved_bytes == workspace_bytes + 40 * MIB
+    assert replay(trace).peak_reserved_bytes == 40 * MIB
