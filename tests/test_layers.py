@@ -15,7 +15,7 @@ DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "ti
 """Each may import those before it; none loads torch or Lightning when it is imported."""
 ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "callbacks", "strategies")
 """Each may import those before it, so that no strategy can quietly plan again."""
-SEE_BOTH = ("simulate", "strategies/facts", "strategies/auto", "simulate", "doctor", "finetune", "cli")
+SEE_BOTH = ("simulate", "strategies/facts", "strategies/auto", "simulate", "probe", "doctor", "finetune", "cli")
 """Where the two arms meet: each may import everything but those after it and ``testing``."""
 TESTING = ("_compat", "plans", "blocks", "specs")
 """What ``testing`` may import: it helps authors of any strategy, not of these alone."""

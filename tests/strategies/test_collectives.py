@@ -73,10 +73,11 @@ def test_replicated_training_reduces_the_bytes_that_train(strategy: str, trainin
         assert step["all_gather"] == step["reduce_scatter"] == 0
 
 
-@pytest.mark.xfail(reason="DDP broadcasts constant buffers (rotary frequencies) with every step", strict=True)
 def test_replicated_training_sends_nothing_but_gradients() -> None:
-    for step in steps_of(2, "tuned-ddp", "lora"):
-        assert set(step.counts) == {"all_reduce"}
+    first, second, third = steps_of(2, "tuned-ddp", "lora")
+    assert set(first.counts) == set(third.counts) == {"all_reduce"}
+    # Once, DDP agrees on the order in which gradients came, and puts its buckets in that order.
+    assert second.num_bytes["broadcast"] < 1024
 
 
 @pytest.mark.parametrize("strategy", ["tuned-ddp", "auto-shard"])
