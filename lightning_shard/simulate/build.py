@@ -58,14 +58,46 @@ def no_weights() -> Iterator[None]:
 
 
 def _from_config(source: str | Path, train: TrainSpec, dtype: str | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = Path(source)
-    if path.name == "config.json":
-        path = path.parent
-    config = AutoConfig.from_pretrained(str(path) if path.is_dir() else str(source))
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=train.attention)
+    config = _read_config(Path(source) if Path(source).exists() else source)
+    config._attn_implementation = train.attention
+    model: nn.Module = _model_class(config)(config)
     return model.to(getattr(torch, dtype or "float32"))
+
+
+def _read_config(source: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    if isinstance(source, Path) and source.name == "config.json":
+        source = source.parent
+    if isinstance(source, Path) and source.is_file():
+        raise ValueError(
+            f"{source} is a file: a saved spec has sizes but no code to run. To simulate, give the model's folder, its "
+            "hub id, or a function that builds it."
+        )
+    try:
+        return AutoConfig.from_pretrained(str(source))
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"There is no model to simulate at {str(source)!r}: {first_line} Give a folder with a config.json, a hub id, "
+            "or a function that builds the module."
+        ) from error
+
+
+def _model_class(config: Any) -> Any:
+    """The class the config names, else the causal language model of its type."""
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    raise ValueError(
+        f"transformers has no causal language model for model_type={config.model_type!r}. Give a function that builds a "
+        "LightningModule around it."
+    )
 
 
 def to_fake(root: nn.Module) -> None:
