@@ -25,12 +25,14 @@ from lightning_shard.parallelize.materialize import Materializer
 from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
 from lightning_shard.parallelize.storage import Storage, store, to_dtype
+from lightning_shard.parallelize.tensor import TensorParallel
 from lightning_shard.parallelize.units import Units, find_units
 from lightning_shard.plans import Plan
 from lightning_shard.specs import Precision
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
-    ("tp > 1", lambda plan: plan.tp > 1),
+    ("adapters='replicated' with tp > 1", lambda plan: plan.tp > 1 and plan.adapters == "replicated"),
+    ("resident_blocks with tp > 1", lambda plan: plan.tp > 1 and plan.resident_blocks not in (0, ())),
     ("offload", lambda plan: plan.offload != "none"),
 )
 
@@ -101,7 +103,7 @@ def parallelize(
         plan: the layout. DDP's wrapper is not applied here: it belongs to the strategy.
         precision: in which types to store, compute and reduce.
         device: where this rank computes.
-        mesh: axes ``dp_replicate`` and ``dp_shard``; needed when the plan shards.
+        mesh: axes ``dp_replicate``, ``dp_shard`` and ``tp``; needed when the plan shards.
         seed: what meta tensors are initialised from.
         forward_methods: methods besides the step methods that compute with the root's own weights.
 
@@ -117,7 +119,14 @@ def parallelize(
     uncovered, replicated = storage.compute_dtypes, None
     if plan.strategy == "fsdp2":
         assert mesh is not None
-        whole = shard(units, plan, mesh, precision, materializer.materialize, forward_methods)
+        tensor_parallel = TensorParallel(module, mesh["tp"]) if plan.tp > 1 else None
+
+        def before(unit: nn.Module) -> None:
+            materializer.materialize(unit)
+            if tensor_parallel is not None:
+                tensor_parallel.apply(unit)
+
+        whole = shard(units, plan, mesh, precision, before, forward_methods)
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])

@@ -63,7 +63,8 @@ def _by_layout(grads: list[Tensor]) -> dict[object, list[Tensor]]:
                 raise RuntimeError(
                     "A gradient has not been reduced yet (Partial placement): clip after backward has ended."
                 )
-            axes = tuple(i for i, placement in enumerate(grad.placements) if placement.is_shard())
+            # Not is_shard(): the strided shards of FSDP over tensor parallelism deny being one.
+            axes = tuple(i for i, placement in enumerate(grad.placements) if not placement.is_replicate())
             sharded_over = (grad.device_mesh, axes)
         groups.setdefault(sharded_over, []).append(grad)
     return groups
@@ -80,5 +81,5 @@ def _local_power(group: list[Tensor], norm_type: float) -> Tensor:
 def _add_up(part: Tensor, like: DTensor, norm_type: float) -> None:
     operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
     for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():
             dist.all_reduce(part, op=operation, group=like.device_mesh.get_group(axis))

@@ -32,7 +32,7 @@ def shard(
     Args:
         units: blocks, embeddings, heads and the root they sit in.
         plan: says what is sharded, and what is freed when.
-        mesh: axis ``dp_shard``, or ``dp_replicate`` and ``dp_shard``.
+        mesh: axis ``dp_shard``, or ``dp_replicate`` and ``dp_shard``; a ``tp`` axis is left alone.
         precision: the policy gathers in its compute type and reduces in its reduce type.
         before: called with each unit just before it is sharded (it loads or initialises the unit, so
             that never more than one whole unit is in memory).
@@ -48,7 +48,8 @@ def shard(
     if not units.blocks and mesh.get_rank() == 0:
         warn_no_blocks(units.root)
     policy = mixed_precision_policy(precision)
-    common: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": _placement(mesh["dp_shard"].size())}
+    data_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tp")
+    common: dict[str, Any] = {"mesh": mesh[data_axes], "shard_placement_fn": _placement(mesh["dp_shard"].size())}
     resident = resident_units(plan, units)
     whole: set[nn.Parameter] = set()
     for name, unit in units.all():
@@ -126,6 +127,8 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
     def place(parameter: nn.Parameter) -> Shard | None:
         rows = parameter.shape[0]
+        if isinstance(parameter, DTensor):
+            return None  # split by tensor parallelism already
         if parameter.dim() >= 2 and rows % num_shards and parameter.shape[1] % num_shards == 0:
             return Shard(1)
         return None

@@ -171,6 +171,8 @@ class PlanStrategy(PortableStateStrategy):
         shape, names = [plan.dp_shard], ["dp_shard"]
         if plan.dp_replicate > 1:
             shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
+        if plan.tp > 1:  # innermost: neighbours, so that it stays inside a node
+            shape, names = [*shape, plan.tp], [*names, "tp"]
         self._mesh = init_device_mesh(self.root_device.type, tuple(shape), mesh_dim_names=tuple(names))
         return self._mesh
 
