@@ -80,6 +80,8 @@ def _local_power(group: list[Tensor], norm_type: float) -> Tensor:
 
 def _add_up(part: Tensor, like: DTensor, norm_type: float) -> None:
     operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
+    on_mesh = part.to(like.device_mesh.device_type)  # offloaded gradients are not where the group communicates
     for axis, placement in enumerate(like.placements):
         if not placement.is_replicate():
-            dist.all_reduce(part, op=operation, group=like.device_mesh.get_group(axis))
+            dist.all_reduce(on_mesh, op=operation, group=like.device_mesh.get_group(axis))
+    part.copy_(on_mesh)

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard._compat import fsdp_root_init
@@ -50,6 +56,8 @@ def shard(
     policy = mixed_precision_policy(precision)
     data_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tp")
     common: dict[str, Any] = {"mesh": mesh[data_axes], "shard_placement_fn": _placement(mesh["dp_shard"].size())}
+    if plan.offload == "all":
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     resident = resident_units(plan, units)
     whole: set[nn.Parameter] = set()
     for name, unit in units.all():

@@ -47,7 +47,9 @@ class TensorParallel:
             if style is not None:
                 self._assign(name, layer, style)
         if not self._styles:
-            raise ValueError(f"The tp_plan of {type(model).__name__} names no layer that it has. Use tp=1 and dp_shard.")
+            raise ValueError(
+                f"The tp_plan of {type(model).__name__} names no layer that it has. Use tp=1 and dp_shard."
+            )
 
     def apply(self, unit: nn.Module) -> None:
         """Split the layers of ``unit`` that the plan names and keep the rest whole; layers done before are skipped."""

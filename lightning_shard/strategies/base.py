@@ -94,6 +94,14 @@ class PlanStrategy(PortableStateStrategy):
         super().setup_distributed()
 
     @override
+    def _get_process_group_backend(self) -> str:
+        plan = self.fixed_plan()
+        if self._process_group_backend is None and plan is not None and plan.offload != "none":
+            # Offloaded gradients are clipped where they wait: on the host, which NCCL does not serve.
+            return "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        return super()._get_process_group_backend()
+
+    @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # On the host: the plan, and with it what may live on the device, is not known yet.

@@ -15,11 +15,13 @@ class FSDP2Strategy(PlanStrategy):
     Args:
         plan: the whole layout; or leave it out and give single fields of it.
         dp_shard: ranks that share one copy (all by default); the rest are replicas (HSDP).
+        tp: ranks that share every matrix product, inside a node.
         reshard_after_forward: True, False, or the number of ranks to keep a block sharded over.
         resident_blocks: frozen blocks kept whole on every rank, the last N or these names.
         adapters: what trains is sharded with its block, or whole on every rank ("replicated").
         activation_checkpoint: what is recomputed in backward.
         compile: compile each block with ``torch.compile``.
+        offload: "all" keeps shards, gradients and optimizer state in host memory between uses.
         defer_gradient_sync: while accumulating, reduce only at the last micro-batch (holds whole gradients).
         prefetch: blocks gathered ahead of the one that computes.
         lightning: what :class:`PlanStrategy` and Lightning's ``DDPStrategy`` take.
@@ -30,11 +32,13 @@ class FSDP2Strategy(PlanStrategy):
         plan: Plan | None = None,
         *,
         dp_shard: int | None = None,
+        tp: int = 1,
         reshard_after_forward: bool | int = True,
         resident_blocks: int | tuple[str, ...] = 0,
         adapters: Literal["replicated", "sharded"] = "sharded",
         activation_checkpoint: Literal["none", "selective", "full"] = "none",
         compile: bool = False,
+        offload: Literal["none", "all"] = "none",
         defer_gradient_sync: bool = False,
         prefetch: int = 1,
         **lightning: Any,
@@ -42,12 +46,14 @@ class FSDP2Strategy(PlanStrategy):
         super().__init__(**lightning)
         self._fixed = plan
         self._dp_shard = dp_shard
+        self._tp = tp
         self._fields: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "resident_blocks": resident_blocks,
             "adapters": adapters,
             "activation_checkpoint": activation_checkpoint,
             "compile": compile,
+            "offload": offload,
             "defer_gradient_sync": defer_gradient_sync,
             "prefetch": prefetch,
         }
@@ -60,13 +66,13 @@ class FSDP2Strategy(PlanStrategy):
     def choose_plan(self, trainer: Trainer) -> Plan:
         if self._fixed is not None:
             return self._fixed
-        dp_shard = self._dp_shard or self.world_size
-        if self.world_size % dp_shard:
+        dp_shard = self._dp_shard or max(1, self.world_size // self._tp)
+        if self.world_size % (dp_shard * self._tp):
             raise ValueError(
-                f"dp_shard={dp_shard} does not divide the {self.world_size} ranks that were launched: each copy takes "
-                "dp_shard ranks. Use a divisor, or launch a multiple."
+                f"dp_shard={dp_shard} x tp={self._tp} does not divide the {self.world_size} ranks that were launched: each "
+                "copy takes that many. Use a divisor, or launch a multiple."
             )
         fields = dict(self._fields)
         if dp_shard == 1:  # nothing is sharded, so nothing is resharded
             fields["reshard_after_forward"] = True
-        return Plan(dp_replicate=self.world_size // dp_shard, dp_shard=dp_shard, **fields)
+        return Plan(dp_replicate=self.world_size // (dp_shard * self._tp), dp_shard=dp_shard, tp=self._tp, **fields)

@@ -20,6 +20,7 @@ PLANS: dict[str, Plan] = {
     "resident-with-sharded-adapters": Plan(dp_shard=2, resident_blocks=2),
     "all-resident-with-sharded-adapters": Plan(dp_shard=2, resident_blocks=99),
     "kept-and-deferred": Plan(dp_shard=2, reshard_after_forward=False, defer_gradient_sync=True),
+    "offloaded": Plan(dp_shard=2, offload="all"),
     "hsdp-with-replicated-adapters": Plan(dp_replicate=2, dp_shard=2, adapters="replicated", resident_blocks=1),
 }
 
