@@ -5,11 +5,13 @@ all-reduce twice that; collectives hide behind compute on accelerators and do no
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_shard.activations.block import num_tokens
 from lightning_shard.hardware import Cluster
 from lightning_shard.memory import Situation
+from lightning_shard.memory.groups import Group
 from lightning_shard.plans import tuned_bucket_bytes
 from lightning_shard.specs import TensorSpec
 
@@ -17,6 +19,10 @@ ATTENTION_BACKWARD = 2.5
 """Backward of fused attention against its forward: it recomputes the scores (FlashAttention paper, 2.5x)."""
 UPDATE_BYTES_PER_ELEMENT = 28
 """An AdamW step reads and writes weight and two moments and reads the gradient, 4 bytes each."""
+
+
+FLAT_CHUNK_BYTES = 4 * 2**20
+"""Gradients outside the shard groups travel in chunks of this size (parallelize.flat)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +58,11 @@ def time_step(s: Situation) -> StepTime:
     again = forward * _recomputed_share(s)
     speed = s.cluster.device.flops_of(_compute_dtype(s)) * s.cluster.device.efficiency
     forward_s, backward_s = forward / speed, (backward + again) / speed
-    update_s = UPDATE_BYTES_PER_ELEMENT * s.total("trained_numel") / s.cluster.device.memory_bytes_per_s
+    update_s = (
+        UPDATE_BYTES_PER_ELEMENT
+        * (s.total("trained_numel") + s.total("flat_numel"))
+        / s.cluster.device.memory_bytes_per_s
+    )
     step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
     compute_s = s.train.accumulate * (forward_s + backward_s)
     return StepTime(
@@ -129,28 +139,52 @@ def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[floa
 
 def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:
     """Gathers beside forward, gathers and reductions beside backward; the first gather and the last reduction
-    stand alone. Per micro-batch, unless blocks are kept or reductions deferred.
+    stand alone. Blocks that are kept are gathered once a step; deferred reductions come once a step.
     """
-    ring = _ring(s.cluster, s.plan.dp_shard, s.plan.tp)
-    kinds = ("block", "embedding", "head", "root")
-    forward_bytes = s.total("gathered_bytes", *kinds)
-    backward_bytes = 0 if s.plan.reshard_after_forward is False else s.total("gathered_bytes", "block")
-    reduced_bytes = s.reduce_bytes * s.total("whole_numel")
-    groups, blocks = sum(g.count for g in s.groups), s.model.num_blocks
-    gather_s = collective_s(s.cluster, ring, forward_bytes, messages=groups)
-    again_s = collective_s(s.cluster, ring, backward_bytes, messages=blocks) if backward_bytes else 0.0
-    reduce_s = collective_s(s.cluster, ring, reduced_bytes, messages=groups) if reduced_bytes else 0.0
-    reduce_s += _across_replicas(s, reduced_bytes // s.plan.dp_shard)
-    reductions = 1 if s.plan.defer_gradient_sync else s.train.accumulate
-    comm_s = s.train.accumulate * (gather_s + again_s) + reductions * reduce_s
+    ring, rounds = _ring(s.cluster, s.plan.dp_shard, s.plan.tp), s.train.accumulate
+    keeps = s.plan.reshard_after_forward is False
+    gathers, reductions = 1 if keeps else rounds, 1 if s.plan.defer_gradient_sync else rounds
+    forward = _Traffic.of(s, ("block", "embedding", "head", "root"), lambda group: group.gathered_bytes)
+    again = _Traffic.of(s, ("block",), lambda group: 0 if keeps or group.resident else group.gathered_bytes)
+    reduced = _Traffic.of(s, ("block", "embedding", "head", "root"), lambda g: s.reduce_bytes * g.whole_numel)
+    gather_s, again_s, reduce_s = (part.seconds(s.cluster, ring) for part in (forward, again, reduced))
+    flat_bytes = s.master_bytes * s.total("flat_numel")
+    once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
+    comm_s = gathers * (gather_s + again_s) + reductions * reduce_s + once_s
     share = (ring.size - 1) / ring.size
-    sent = share * (s.train.accumulate * (forward_bytes + backward_bytes) + reductions * reduced_bytes)
+    sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes) + 2 * flat_bytes
+    compute_s = rounds * (forward_s + backward_s)
     if s.cluster.accelerator == "cpu":
-        return s.train.accumulate * (forward_s + backward_s) + comm_s, comm_s, sent
-    hidden = s.train.accumulate * (max(forward_s, gather_s) + max(backward_s, again_s))
-    hidden += reductions * max(0.0, again_s + reduce_s - max(backward_s, again_s))
-    ends_s = gather_s / max(1, groups) + reduce_s / max(1, groups)
+        return compute_s + comm_s, comm_s, sent
+    hidden = gathers * max(forward_s, gather_s) + (rounds - gathers) * forward_s
+    beside = gathers * again_s + reductions * reduce_s + once_s
+    hidden += max(rounds * backward_s, beside)
+    ends_s = gather_s / max(1, forward.messages) + reduce_s / max(1, reduced.messages)
     return hidden + ends_s, comm_s, sent
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Collectives of one kind in one micro-batch: bytes of the whole side, and how many."""
+
+    num_bytes: int
+    messages: int
+
+    @classmethod
+    def of(cls, s: Situation, kinds: tuple[str, ...], size: Callable[[Group], int]) -> "_Traffic":
+        groups = [group for group in s.groups if group.kind in kinds and size(group)]
+        return cls(sum(g.count * size(g) for g in groups), sum(g.count for g in groups))
+
+    def seconds(self, cluster: Cluster, ring: Ring) -> float:
+        return collective_s(cluster, ring, self.num_bytes, messages=self.messages) if self.num_bytes else 0.0
+
+
+def _flat(s: Situation, num_bytes: int) -> float:
+    """All-reduces of the gradients outside the groups, over all ranks, in chunks."""
+    if not num_bytes:
+        return 0.0
+    ring = _ring(s.cluster, s.plan.data_parallel_size, 1)
+    return 2 * collective_s(s.cluster, ring, num_bytes, messages=math.ceil(num_bytes / FLAT_CHUNK_BYTES))
 
 
 def _across_replicas(s: Situation, shard_bytes: int) -> float:

@@ -21,6 +21,8 @@ class BlockActivations:
     """Gradients of activations just after the last product's backward, the heaviest point but for weights."""
     product_gradient_bytes: int
     """Gradients of activations in the last product's backward, where its weight's gradient is made."""
+    input_norm_bytes: int
+    """Of what is kept, the first norm's share: not kept where the block's input needs no gradient."""
     exact: bool
     """Derived from the architecture; False means estimated from shapes."""
 
@@ -39,8 +41,9 @@ def block_activations(
     return BlockActivations(
         kept_bytes=tape.total(tokens),
         input_bytes=setting.stream_bytes * arch.hidden * tokens,
-        gradient_bytes=_gradients(arch, c) * tokens,
-        product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens,
+        gradient_bytes=_gradients(arch, c) * tokens + _summed_weight(unit, c),
+        product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens + _summed_weight(unit, c),
+        input_norm_bytes=int(_first_norm(tape) * tokens),
         exact=True,
     )
 
@@ -123,9 +126,25 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
     )
 
 
+def _first_norm(tape: Tape) -> float:
+    """Bytes per token that only the first norm's gradient needs. Its weight, where it trains, needs the rest."""
+    names = ("first residual", "first residual in fp32", "first norm root", "first norm statistics")
+    return sum(size for name, size in tape.kept.items() if name in names)
+
+
 def _gradients(arch: Architecture, c: int) -> int:
     """Of the block's output, and of the MLP's middle: of both factors of a gated one."""
     return c * (arch.hidden + (2 if arch.gated_mlp else 1) * _middle_width(arch))
+
+
+def _summed_weight(unit: UnitSpec, c: int) -> int:
+    """The gradient of adapted expert weights (sums of weight and adapter), made from the last one back: each frees
+    the sum before it.
+    """
+    if not any(tensor.adapter and "experts" in tensor.name for tensor in unit.tensors):
+        return 0
+    sizes = [tensor.numel for tensor in unit.tensors if len(tensor.shape) == 3]
+    return c * max(sizes[-1], *(first - second for first, second in zip(sizes, sizes[1:], strict=False)))
 
 
 def _middle_width(arch: Architecture) -> int:
@@ -143,6 +162,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         input_bytes=c * min((shape[-1] for shape in matrices), default=1) * tokens,
         gradient_bytes=2 * c * widest * tokens,
         product_gradient_bytes=c * widest * tokens,
+        input_norm_bytes=0,
         exact=False,
     )
 

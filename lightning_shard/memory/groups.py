@@ -1,5 +1,7 @@
 """The wrap groups of a model under a plan, and what each weighs on the fullest rank."""
 
+import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -12,38 +14,64 @@ BIG_LEAF_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Bytes of one repetition of a wrap group."""
+    """Bytes of one repetition of a wrap group on the fullest rank.
+
+    A sharded plan leaves some tensors outside its groups, whole on every rank: the frozen ones of resident
+    groups, and what trains where adapters are replicated. In a replicated plan everything is whole.
+    """
 
     kind: str
     count: int
     unit: UnitSpec
+    resident: bool
+    """Kept between forward and backward whatever the plan does with the others."""
     frozen_bytes: int
-    """Frozen weights at rest on the fullest rank."""
+    """Frozen weights at rest."""
     trained_bytes: int
     """What trains, at rest, in its master dtype."""
     trained_numel: int
-    """Its elements on the fullest rank."""
+    """Its elements, of what the group shards."""
+    flat_numel: int
+    """Elements that train outside the group."""
     gathered_bytes: int
-    """All of the group in its compute dtype, as gathered; adapters kept outside do not count."""
+    """The group in its compute dtype, as gathered."""
     whole_numel: int
     """Trained elements of the whole group, not of a shard."""
     copied_numel: int
-    """Elements of the whole group whose compute dtype is not the stored one: cast for every use, and kept by
+    """Elements that nothing gathers and whose compute dtype is not the stored one: cast for every use, and kept by
     autograd until the layer's backward (a frozen matrix too: the gradient of its input needs it)."""
     largest_trained_numel: int
     """The largest trained tensor, whole."""
 
 
 def find_groups(model: ModelSpec, precision: Precision, plan: Plan) -> tuple[Group, ...]:
-    """The groups in the order block, embedding, head, root; small and tied leaves belong to the root."""
+    """The groups in the order of the model's units; small and tied leaves belong to the root.
+
+    A run of equal blocks of which some are resident becomes several groups.
+    """
     largest_block = max((sum(t.numel for t in unit.tensors) for unit in model.blocks), default=0)
+    resident = _resident_names(model, plan)
     groups = []
     for unit in model.units:
         kind = unit.kind
         if kind in ("embedding", "head") and not _own_group(model, unit, largest_block):
             kind = "root"
-        groups.append(_weigh(unit, kind, precision, plan))
+        for is_resident, names in itertools.groupby(unit.names, key=lambda name: name in resident):
+            part = dataclasses.replace(unit, names=tuple(names))
+            groups.append(_weigh(part, kind, precision, plan, resident=is_resident))
     return tuple(groups)
+
+
+def _resident_names(model: ModelSpec, plan: Plan) -> set[str]:
+    """Named units, or the last N blocks; N at or above all blocks means embedding, head and root too."""
+    if plan.dp_shard == 1 or not plan.resident_blocks:
+        return set()
+    if isinstance(plan.resident_blocks, tuple):
+        return set(plan.resident_blocks)
+    blocks = [name for unit in model.blocks for name in unit.names]
+    if blocks and plan.resident_blocks >= len(blocks):
+        return {name for unit in model.units for name in unit.names}
+    return set(blocks[len(blocks) - plan.resident_blocks :])
 
 
 def shard_numel(tensor: TensorSpec, num_shards: int) -> int:
@@ -71,32 +99,37 @@ def _own_group(model: ModelSpec, unit: UnitSpec, largest_block: int) -> bool:
     return not tied and sum(tensor.numel for tensor in unit.tensors) >= BIG_LEAF_SHARE * largest_block
 
 
-def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan) -> Group:
-    frozen = trained = trained_numel = gathered = whole = copied = largest = 0
+def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resident: bool) -> Group:
+    sums = dict.fromkeys(("frozen", "trained", "numel", "flat", "gathered", "whole", "copied", "largest"), 0)
     for tensor in unit.tensors:
-        outside = tensor.adapter and plan.adapters == "replicated"
-        shard = shard_numel(tensor, 1 if outside else plan.dp_shard)
         element = compute_element_bytes(tensor, precision)
-        if not outside:
-            gathered += tensor.numel * element
-        if element != tensor.element_bytes and (tensor.trainable or len(tensor.shape) > 1):
-            copied += tensor.numel
+        alone = plan.adapters == "replicated" if tensor.trainable else resident
+        gathered = plan.dp_shard > 1 and not alone
+        shard = shard_numel(tensor, plan.dp_shard) if gathered else tensor.numel
+        sums["trained" if tensor.trainable else "frozen"] += shard * tensor.element_bytes
+        if gathered:
+            sums["gathered"] += tensor.numel * element
+        elif element != tensor.element_bytes and (tensor.trainable or len(tensor.shape) > 1):
+            sums["copied"] += tensor.numel
         if not tensor.trainable:
-            frozen += shard * tensor.element_bytes
             continue
-        trained += shard * tensor.element_bytes
-        trained_numel += shard
-        whole += tensor.numel
-        largest = max(largest, tensor.numel)
+        sums["largest"] = max(sums["largest"], tensor.numel)
+        if plan.dp_shard > 1 and alone:
+            sums["flat"] += tensor.numel
+        else:
+            sums["numel"] += shard
+            sums["whole"] += tensor.numel
     return Group(
         kind=kind,
         count=unit.count,
         unit=unit,
-        frozen_bytes=frozen,
-        trained_bytes=trained,
-        trained_numel=trained_numel,
-        gathered_bytes=gathered,
-        whole_numel=whole,
-        copied_numel=copied,
-        largest_trained_numel=largest,
+        resident=resident,
+        frozen_bytes=sums["frozen"],
+        trained_bytes=sums["trained"],
+        trained_numel=sums["numel"],
+        flat_numel=sums["flat"],
+        gathered_bytes=sums["gathered"],
+        whole_numel=sums["whole"],
+        copied_numel=sums["copied"],
+        largest_trained_numel=sums["largest"],
     )

@@ -17,6 +17,8 @@ class Block:
     activations: BlockActivations
     recomputing: int
     """How many of the run recompute their activations in backward."""
+    unneeded_bytes: int = 0
+    """What the run's first block does not keep because its input needs no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,11 @@ class Situation:
         return not self.sharded and self.plan.dp_replicate > 1
 
     @property
+    def defers(self) -> bool:
+        """Whether whole gradients wait for the last micro-batch before they are reduced."""
+        return self.sharded and self.plan.defer_gradient_sync and self.train.accumulate > 1
+
+    @property
     def casts(self) -> bool:
         """Whether what trains is cast to the compute dtype for each use."""
         return self.compute_bytes != self.master_bytes
@@ -55,6 +62,13 @@ class Situation:
     def waits(self) -> bool:
         """Whether a group's weight gradients stay until its backward is through: sharded, or behind a cast."""
         return self.sharded or self.casts
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of an element of a tied table's gradients while they wait for their sum: under autocast the look-up is
+        FP32, and so is what the head's cast passes back.
+        """
+        return self.master_bytes if uses_autocast(self.train, self.plan) else self.compute_bytes
 
     @property
     def tied_numel(self) -> int:
@@ -122,10 +136,23 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
     if plan.activation_checkpoint != "none":
         wanted = plan.activation_checkpoint_blocks
         left = model.num_blocks if wanted is None else min(wanted, model.num_blocks)
-    blocks = []
+    blocks: list[Block] = []
     for group in (group for group in groups if group.kind == "block"):
         recomputing = min(left, group.count)
         left -= recomputing
         activations = block_activations(model, group.unit, train, autocast=uses_autocast(train, plan))
-        blocks.append(Block(group=group, activations=activations, recomputing=recomputing))
+        first = not blocks and not _input_needs_gradient(model) and not recomputing
+        blocks.append(
+            Block(
+                group=group,
+                activations=activations,
+                recomputing=recomputing,
+                unneeded_bytes=activations.input_norm_bytes if first else 0,
+            )
+        )
     return tuple(blocks)
+
+
+def _input_needs_gradient(model: ModelSpec) -> bool:
+    """Whether what the first block reads is computed from something that trains."""
+    return any(tensor.trainable for unit, tensor in model.tensors() if unit.kind == "embedding")

@@ -36,19 +36,26 @@ def gradients(s: Situation, moment: Moment) -> int:
     """Reduced gradients, in the master dtype, of what backward has passed so far.
 
     While accumulating they are there all the time, and so is the last step's in a forward where they are
-    cleared only before the backward. DDP's are views of its buckets: see ddp_buckets.
+    cleared only before the backward. Whole ones wait elsewhere where their reduction is deferred.
     """
-    if s.buckets:
-        return 0
     everything = s.master_bytes * s.total("trained_numel")
-    late = s.train.gradients_cleared == "before_backward"
-    if s.train.accumulate > 1 or (late and moment is Moment.FORWARD_END):
-        return everything
-    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
-        return 0
+    if s.buckets:
+        return _beside_buckets(s, everything, moment)
     if moment is Moment.OPTIMIZER:
         return everything
+    late = s.train.gradients_cleared == "before_backward" and moment in (Moment.GATHER, Moment.FORWARD_END)
+    if s.train.accumulate > 1 and not s.defers or (late and s.train.accumulate == 1):
+        return everything
+    if moment in (Moment.GATHER, Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
+        return 0
     return s.master_bytes * _reduced_numel(s, moment)
+
+
+def _beside_buckets(s: Situation, everything: int, moment: Moment) -> int:
+    """Under DDP gradients are views of its buckets once they have been reduced. Cleared to None, the next ones are
+    made anew until then: while accumulating both are there.
+    """
+    return everything if s.train.accumulate > 1 and moment is not Moment.OPTIMIZER else 0
 
 
 def _reduced_numel(s: Situation, moment: Moment) -> int:
@@ -56,7 +63,7 @@ def _reduced_numel(s: Situation, moment: Moment) -> int:
     done = s.total("trained_numel", "head")
     if moment is Moment.TOP_REDUCE:
         done += s.one("trained_numel", "block")
-    if moment is Moment.BOTTOM:  # all but the first block's own
+    if moment in (Moment.BLOCK_END, Moment.BOTTOM):  # all but the first block's own
         done += s.total("trained_numel", "block") - s.one("trained_numel", "block")
     if moment in _BLOCKS_DONE:
         done += s.total("trained_numel", "block")
@@ -67,14 +74,19 @@ def _reduced_numel(s: Situation, moment: Moment) -> int:
 
 def deferred_gradients(s: Situation, moment: Moment) -> int:
     """Whole gradients held in the reduce dtype while accumulating without reducing (``defer_gradient_sync``)."""
-    if not (s.sharded and s.plan.defer_gradient_sync and s.train.accumulate > 1) or moment is Moment.OPTIMIZER:
+    if not s.defers or moment is Moment.OPTIMIZER:
         return 0
     return s.reduce_bytes * s.total("whole_numel")
 
 
 def ddp_buckets(s: Situation, moment: Moment) -> int:
-    """DDP's buckets: as large as all gradients, kept through the step; gradients are views of them."""
+    """DDP's buckets: as large as all gradients, kept through the step; reduced gradients are views of them."""
     return s.master_bytes * s.total("trained_numel") if s.buckets else 0
+
+
+def flat_gradients(s: Situation, moment: Moment) -> int:
+    """Gradients of what trains outside the shard groups: one buffer, kept, that is reduced as it is."""
+    return s.master_bytes * s.total("flat_numel")
 
 
 def buffers(s: Situation, moment: Moment) -> int:

@@ -15,6 +15,7 @@ TERMS: dict[str, Term] = {
     "gradients": states.gradients,
     "deferred_gradients": states.deferred_gradients,
     "ddp_buckets": states.ddp_buckets,
+    "flat_gradients": states.flat_gradients,
     "buffers": states.buffers,
     "compute_copies": transit.compute_copies,
     "gathered_weights": transit.gathered_weights,

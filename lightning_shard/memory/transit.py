@@ -1,7 +1,7 @@
 """What is gathered, copied, reduced and made on the way through a step."""
 
 from lightning_shard.memory.moments import Moment
-from lightning_shard.memory.situation import Situation
+from lightning_shard.memory.situation import Block, Situation
 
 
 def gathered_weights(s: Situation, moment: Moment) -> int:
@@ -15,7 +15,9 @@ def gathered_weights(s: Situation, moment: Moment) -> int:
         return 0
     root, head = s.total("gathered_bytes", "root"), s.total("gathered_bytes", "head")
     block = s.one("gathered_bytes", "block")
-    ahead = s.plan.prefetch * block
+    ahead = 0 if s.plan.reshard_after_forward is False or _top_is_resident(s) else s.plan.prefetch * block
+    if moment is Moment.GATHER:  # the last block's buffer waits for this gather to be copied out
+        return root + (2 * head + block if head else 2 * block) + _kept(s)
     if moment is Moment.FORWARD_END:
         return root + head + (head or block) + _kept(s)
     if moment is Moment.LOSS:  # a head of its own is what prefetches the last block
@@ -28,36 +30,45 @@ def gathered_weights(s: Situation, moment: Moment) -> int:
         return root + max(block + ahead, _kept(s))
     if moment is Moment.TOP_REDUCE:
         return root + max(ahead, _kept(s) - block)
+    if moment in (Moment.BLOCK_END, Moment.BOTTOM):
+        return root + block + (ahead if s.model.num_blocks > 1 else 0)
     embedding = s.total("gathered_bytes", "embedding") if s.plan.reshard_after_forward is False else 0
-    return root + embedding + (block if moment is Moment.BOTTOM else 0)
+    return root + embedding
+
+
+def _top_is_resident(s: Situation) -> bool:
+    return s.top is not None and s.top.group.resident
 
 
 def _kept(s: Situation) -> int:
     """Blocks and embedding kept after their forward: whole, or over the ranks that share them meanwhile."""
     reshard = s.plan.reshard_after_forward
-    if reshard is True:
-        return 0
-    return s.total("gathered_bytes", "block", "embedding") // (1 if reshard is False else reshard)
+    kept = 0
+    for group in s.groups:
+        if group.kind in ("block", "embedding"):
+            ranks = 1 if group.resident or reshard is False else 0 if reshard is True else reshard
+            kept += group.count * group.gathered_bytes // ranks if ranks else 0
+    return kept
 
 
 def compute_copies(s: Situation, moment: Moment) -> int:
     """Casts of weights to the compute dtype where nothing is gathered: autograd keeps them until each layer's
     backward. The embedding's is dropped after its look-up; recomputing blocks make theirs again.
     """
-    if s.sharded or moment in (Moment.EMBEDDING, Moment.OPTIMIZER):
+    if moment in (Moment.EMBEDDING, Moment.OPTIMIZER):
         return 0
     c = s.compute_bytes
     one = c * s.one("copied_numel", "block")
     blocks = one if s.plan.activation_checkpoint != "none" else c * s.total("copied_numel", "block")
     head = c * s.total("copied_numel", "head", "root")
-    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
+    if moment in (Moment.GATHER, Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
         recomputed = s.plan.activation_checkpoint != "none"
         return head + (0 if recomputed else blocks)
     if moment in (Moment.HEAD_REDUCE, Moment.TOP):
         return blocks
     if moment is Moment.TOP_REDUCE:
         return max(0, blocks - one)
-    return one if moment is Moment.BOTTOM else 0
+    return one if moment in (Moment.BLOCK_END, Moment.BOTTOM) else 0
 
 
 def weight_gradients(s: Situation, moment: Moment) -> int:
@@ -67,8 +78,8 @@ def weight_gradients(s: Situation, moment: Moment) -> int:
     FP32 tensor by tensor; a plain parameter's goes at once. A tied table's stays from the head's backward to
     the embedding's.
     """
-    c, held = s.compute_bytes, s.compute_bytes * s.tied_numel
-    if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.OPTIMIZER):
+    c, held = s.compute_bytes, s.tied_bytes * s.tied_numel
+    if moment in (Moment.GATHER, Moment.FORWARD_END, Moment.LOSS, Moment.OPTIMIZER):
         return 0
     if moment is Moment.HEAD:
         return held or c * s.one("largest_trained_numel", "head")
@@ -77,8 +88,17 @@ def weight_gradients(s: Situation, moment: Moment) -> int:
     if moment in (Moment.TOP, Moment.BOTTOM):
         return held + (c * s.one("largest_trained_numel", "block") if s.waits or _product_first(s, moment) else 0)
     if moment is Moment.EMBEDDING:
-        return held + max(_at_the_end(s, "embedding"), _at_the_end(s, "root"))
+        return max(_at_the_end(s, "embedding"), _at_the_end(s, "root"), _tied_sum(s))
     return held + _at_the_end(s, "block")
+
+
+def _tied_sum(s: Situation) -> int:
+    """A tied table's two gradients and their sum, before they are reduced; the sum itself is the gradient where
+    nothing else holds it.
+    """
+    reduced = s.reduce_bytes * s.one("whole_numel", "root") if s.sharded else 0
+    is_gradient = not s.sharded and not s.buckets and s.tied_bytes == s.master_bytes
+    return (2 if is_gradient else 3) * s.tied_bytes * s.tied_numel - reduced
 
 
 def _at_the_end(s: Situation, kind: str) -> int:
@@ -109,6 +129,7 @@ def reduce_buffers(s: Situation, moment: Moment) -> int:
         Moment.HEAD_REDUCE: ("head",),
         Moment.TOP: ("head",),
         Moment.TOP_REDUCE: ("block",),
+        Moment.BLOCK_END: ("block",),
         Moment.BOTTOM: ("block",),
         Moment.BOTTOM_REDUCE: ("block",),
         Moment.EMBEDDING: ("embedding", "root"),
@@ -120,8 +141,10 @@ def activations(s: Situation, moment: Moment) -> int:
     """What blocks keep for backward, and the end of the model; a recomputing block keeps only its input, and
     all of its activations while its backward runs.
     """
-    total = sum(_run(block.group.count, block.recomputing, block) for block in s.blocks)
+    total = sum(_run(block.group.count, block.recomputing, block) - block.unneeded_bytes for block in s.blocks)
     tail = s.loss.kept_bytes
+    if moment is Moment.GATHER:  # of the head, or where that is the root's, of the last block
+        return total if s.one("gathered_bytes", "head") or not s.top else total - _last(s.top)
     if moment in (Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
         return total + tail
     if moment is Moment.HEAD_REDUCE:
@@ -129,15 +152,22 @@ def activations(s: Situation, moment: Moment) -> int:
     if moment is Moment.TOP and s.top:
         return total + (s.top.activations.kept_bytes if s.top.recomputing == s.top.group.count else 0)
     if moment is Moment.TOP_REDUCE and s.top:
-        return total - _run(1, int(s.top.recomputing == s.top.group.count), s.top)
+        return total - _last(s.top)
+    if moment is Moment.BLOCK_END and s.bottom:
+        return _run(1, int(s.bottom.recomputing > 0), s.bottom)
     if moment is Moment.BOTTOM and s.bottom:
         return s.bottom.activations.kept_bytes + (s.bottom.activations.input_bytes if s.bottom.recomputing else 0)
     return 0
 
 
-def _run(count: int, recomputing: int, block: object) -> int:
-    kept = block.activations  # type: ignore[attr-defined]
-    return int((count - recomputing) * kept.kept_bytes + recomputing * kept.input_bytes)
+def _run(count: int, recomputing: int, block: Block) -> int:
+    kept = block.activations
+    return (count - recomputing) * kept.kept_bytes + recomputing * kept.input_bytes
+
+
+def _last(block: Block) -> int:
+    """What the last block of a run keeps."""
+    return _run(1, int(block.recomputing == block.group.count), block)
 
 
 def activation_gradients(s: Situation, moment: Moment) -> int:
@@ -148,7 +178,7 @@ def activation_gradients(s: Situation, moment: Moment) -> int:
             return 0
         product_first = not s.waits and _product_first(s, moment)
         return block.activations.product_gradient_bytes if product_first else block.activations.gradient_bytes
-    if moment in (Moment.HEAD_REDUCE, Moment.TOP_REDUCE, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
+    if moment in (Moment.HEAD_REDUCE, Moment.TOP_REDUCE, Moment.BLOCK_END, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
         return s.top.activations.input_bytes if s.top else 0
     return 0
 

@@ -32,6 +32,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "vit": {},
     "t5": {"norm": "rms-t5"},
 }
+_ALL_HEADS = ("bert", "gpt2", "gpt_neox", "modernbert", "t5", "vit")
+"""Families without grouped key-value heads: a config may carry the number all the same."""
 _KINDS: dict[str, ModelKind] = {"bert": "encoder", "modernbert": "encoder", "vit": "vision", "t5": "encoder-decoder"}
 
 
@@ -96,6 +98,8 @@ def _int(config: Any, *names: str) -> int:
 def _kv_heads(config: Any, family: str, heads: int) -> int:
     if family == "gpt_bigcode" and getattr(config, "multi_query", False):
         return 1
+    if family in _ALL_HEADS:
+        return heads
     return _int(config, "num_key_value_heads") or heads
 
 

@@ -9,7 +9,6 @@ from lightning_shard.specs.optimizer import find_optimizer, require_implementati
 from lightning_shard.specs.precision import Precision, dtype_bytes, find_precision
 from lightning_shard.specs.sizes import require_choice, require_count
 
-
 LOSSES = ("full", "narrow", "shifted", "kept", "chunked")
 
 

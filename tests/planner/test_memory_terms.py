@@ -98,12 +98,43 @@ def test_gathered_weights() -> None:
     block, head, norm = 218_112_000, 128256 * 4096, 4096
     assert term("gathered_weights", FULL, DDP) == 0
     assert term("gathered_weights", FULL, FSDP, Moment.OPTIMIZER) == 0
-    assert term("gathered_weights", FULL, FSDP, Moment.LOSS) == 2 * (norm + head + block)
+    assert term("gathered_weights", FULL, FSDP, Moment.FORWARD_END) == 2 * (norm + head + head)
+    assert term("gathered_weights", FULL, FSDP, Moment.LOSS) == 2 * (norm + head)
+    assert term("gathered_weights", FULL, FSDP, Moment.HEAD) == 2 * (norm + head + block)
     assert term("gathered_weights", FULL, FSDP, Moment.TOP) == 2 * (norm + 2 * block)
     kept = term("gathered_weights", FULL, Plan(dp_shard=8, reshard_after_forward=False), Moment.LOSS)
-    assert kept == 2 * (norm + head + block + 32 * block + head)
+    assert kept == 2 * (norm + head + 32 * block + head)
     fourth = term("gathered_weights", FULL, Plan(dp_shard=8, reshard_after_forward=4), Moment.LOSS)
-    assert fourth == 2 * (norm + head + block) + 2 * (32 * block + head) // 4
+    assert fourth == 2 * (norm + head) + 2 * (32 * block + head) // 4
+
+
+def test_resident_blocks_are_whole_where_frozen_and_kept_where_they_train() -> None:
+    plan = Plan(dp_shard=8, resident_blocks=8)
+    block = 218_112_000
+    at_rest = term("frozen_weights", LORA, plan) - term("frozen_weights", LORA, FSDP)
+    assert at_rest == 2 * 8 * block * 7 // 8
+    kept = term("gathered_weights", FULL, plan) - term("gathered_weights", FULL, FSDP)
+    assert kept == 2 * 8 * block
+    everything = Plan(dp_shard=8, resident_blocks=32)
+    assert term("frozen_weights", LORA, everything) == 2 * LLAMA_8B.num_parameters
+
+
+def test_replicated_adapters_are_whole_and_outside_the_groups() -> None:
+    trained = LLAMA_8B.with_adapter(AdapterSpec(r=16)).num_trainable
+    plan = Plan(dp_shard=8, adapters="replicated")
+    assert term("trained_weights", LORA, plan) == 4 * trained
+    assert term("flat_gradients", LORA, plan) == 4 * trained
+    assert term("optimizer_state", LORA, plan) == 8 * trained
+    assert term("gradients", LORA, plan, Moment.OPTIMIZER) == 0
+    assert term("reduce_buffers", LORA, plan, Moment.EMBEDDING) == 0
+
+
+def test_accumulating_under_ddp_holds_gradients_beside_the_buckets() -> None:
+    train = TrainSpec(seq_len=2048, accumulate=4)
+    everything = 4 * LLAMA_8B.num_parameters
+    assert term("gradients", train, DDP) == term("ddp_buckets", train, DDP) == everything
+    assert term("gradients", train, DDP, Moment.OPTIMIZER) == 0
+    assert term("gradients", FULL, DDP) == 0
 
 
 def test_a_tied_table_stays_gathered_with_the_root() -> None:

@@ -1,0 +1,110 @@
+"""The closed form against the simulated step: one is arithmetic, the other runs the engine on fake tensors."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hand_specs import cluster
+
+from lightning_shard.planner import estimate
+from lightning_shard.plans import Plan
+from lightning_shard.simulate import simulate
+from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
+
+BLOCKS = 4
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "tie_word_embeddings": False},
+    "llama-tied": {**_LLAMA, "tie_word_embeddings": True},
+    "qwen3": {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "gpt_neox": {**_LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"},
+}
+FULL, LORA = TrainSpec(seq_len=256), TrainSpec(seq_len=256, adapter=AdapterSpec(r=8))
+PLANS = {
+    "ddp": Plan(dp_replicate=4),
+    "fsdp2": Plan(dp_shard=4),
+    "fsdp2-kept": Plan(dp_shard=4, reshard_after_forward=False),
+    "half-resident": Plan(dp_shard=4, resident_blocks=BLOCKS // 2),
+    "hsdp": Plan(dp_replicate=2, dp_shard=2),
+    "one": Plan(),
+}
+
+
+def _wishes(kind: str, precision: str, **more: Any) -> TrainSpec:
+    adapter = AdapterSpec(r=8) if kind == "lora" else None
+    return TrainSpec(seq_len=256, micro_batch_size=2, precision=precision, adapter=adapter, **more)
+
+
+def _folder(name: str, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return tmp_path
+
+
+def _agree(folder: Path, train: TrainSpec, plan: Plan, within: float) -> None:
+    estimated = estimate(ModelSpec.from_pretrained(folder), train, plan, cluster(devices=4))
+    simulated = simulate(folder, train, plan, zero_grad=train.gradients_cleared)
+    ratio = estimated.allocated_bytes / simulated.allocated_bytes
+    assert ratio == pytest.approx(1.0, abs=within), (
+        estimated.peak_at,
+        estimated.terms,
+        simulated.peak_at,
+        simulated.kinds,
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_llama(plan: str, kind: str, precision: str, tmp_path: Path) -> None:
+    _agree(_folder("llama", tmp_path), _wishes(kind, precision), PLANS[plan], 0.01)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gpt_neox"])
+def test_families(family: str, kind: str, plan: str, tmp_path: Path) -> None:
+    _agree(_folder(family, tmp_path), _wishes(kind, "bf16-true"), PLANS[plan], 0.01)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_recomputing(kind: str, plan: str, tmp_path: Path) -> None:
+    fields = {**PLANS[plan].to_dict(), "activation_checkpoint": "full"}
+    _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), Plan.from_dict(fields), 0.02)
+
+
+@pytest.mark.parametrize("cleared", ["after_step", "before_backward"])
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "one"])
+def test_accumulating(plan: str, cleared: str, tmp_path: Path) -> None:
+    train = _wishes("full", "bf16-true", accumulate=3, gradients_cleared=cleared)
+    _agree(_folder("llama", tmp_path), train, PLANS[plan], 0.01)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp_shard=4, adapters="replicated"), Plan(dp_shard=4, defer_gradient_sync=True)])
+def test_other_ways_to_reduce(plan: Plan, tmp_path: Path) -> None:
+    train = _wishes("lora" if plan.adapters == "replicated" else "full", "bf16-true", accumulate=2)
+    _agree(_folder("llama", tmp_path), train, plan, 0.015)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "fsdp2-kept", "half-resident"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_traffic(plan: str, kind: str, tmp_path: Path) -> None:
+    """Bytes sent follow from what the collectives carry: (n-1)/n of a gather or reduction, twice that of a sum."""
+    folder, train = _folder("llama", tmp_path), _wishes(kind, "bf16-true")
+    estimated = estimate(ModelSpec.from_pretrained(folder), train, PLANS[plan], cluster(devices=4))
+    sent = 0.0
+    for row in simulate(folder, train, PLANS[plan]).collectives:
+        sent += row.num_bytes * (2 if row.kind == "all_reduce" else 1) * 3 / 4
+    assert math.isclose(estimated.comm_bytes, sent, rel_tol=0.01)
