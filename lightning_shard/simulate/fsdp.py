@@ -22,7 +22,7 @@ def fsdp_kinds(tracker: Tracker) -> Iterator[None]:
     """Inside, what FSDP2 gathers and reduces has kinds of its own."""
     with ExitStack() as stack:
         for what, (owner, name) in fsdp_transfers().items():
-            tagged = within(getattr(owner, name), tracker, _KINDS[what])
+            tagged = _within(getattr(owner, name), tracker, _KINDS[what])
             then = _THEN.get(what)
             stack.enter_context(patched(owner, name, then(tagged, tracker) if then else tagged))
         owner, name = sharding_arithmetic()
@@ -30,9 +30,7 @@ def fsdp_kinds(tracker: Tracker) -> Iterator[None]:
         yield
 
 
-def within(function: Callable[..., Any], tracker: Tracker, kind: str) -> Callable[..., Any]:
-    """``function``, whose allocations are of this kind."""
-
+def _within(function: Callable[..., Any], tracker: Tracker, kind: str) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
         with tracker.during(kind):
             return function(*args, **kwargs)

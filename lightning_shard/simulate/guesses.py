@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard._compat import is_fake
+from lightning_shard.simulate import shapes
 
 _ATEN = torch.ops.aten
 
@@ -29,7 +30,7 @@ class Guesses:
         if func in _BY_INDEX and any(map(_is_mask, args[1])):
             self.count += counted
             args = (args[0], _without_masks(args[1]), *args[2:])
-        return func(*args, **kwargs)
+        return shapes.run(func, args, kwargs)
 
 
 def _one(number: Tensor) -> bool | int | float:

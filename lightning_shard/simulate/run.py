@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 import lightning_shard.parallelize as engine
 from lightning_shard._compat import fake_tensor_mode
 from lightning_shard.parallelize import Parallelized, parallelize
-from lightning_shard.parallelize.cast import ComputeCast
 from lightning_shard.plans import Plan
 from lightning_shard.simulate.build import to_fake
 from lightning_shard.simulate.chunks import quick_chunks
 from lightning_shard.simulate.cuda_like import allocate_as_cuda
-from lightning_shard.simulate.fsdp import fsdp_kinds, within
+from lightning_shard.simulate.fsdp import fsdp_kinds
 from lightning_shard.simulate.moments import watch_blocks
 from lightning_shard.simulate.optimizers import warm_up
 from lightning_shard.simulate.patches import patched
@@ -82,11 +81,7 @@ def count_step(
     """Count one step of a laid-out module, on real or fake tensors alike."""
     root = layout.module
     _adopt_tensors(root, tracker)
-    with (
-        tracker,
-        fsdp_kinds(tracker),
-        patched(ComputeCast, "enter", within(ComputeCast.enter, tracker, "compute_copies")),
-    ):
+    with tracker, fsdp_kinds(tracker):
         wrapped = wrap(layout, tracker, fake=fake)
         job = Job(
             layout=layout,

@@ -20,6 +20,7 @@ from lightning_shard.simulate.result import MomentPeak
 
 SETUP = "setup"
 """The moment before any step."""
+_CAST = torch.ops.aten._to_copy.default
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -136,17 +137,21 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
         counted = not self._paused and "optimizer_step" not in self._kinds  # optimizers ask for their step count
         result = self.guesses.run(func, args, kwargs or {}, counted=counted)
         if not self._paused and not func.is_view:
-            self._see(result)
+            self._see(result, "compute_copies" if self._copies_a_weight(func, args) else self._kind())
         return result
 
-    def _see(self, result: Any) -> None:
+    def _copies_a_weight(self, func: Any, args: Any) -> bool:
+        """Whether this is a weight's cast to the type it computes in, ours or autocast's."""
+        return func is _CAST and not self._kinds and self.kind_of(args[0]) in ("trained_weights", "frozen_weights")
+
+    def _see(self, result: Any, kind: str) -> None:
         if isinstance(result, Tensor):
             storage = result.untyped_storage()
             if id(storage) not in self._entries:
-                self._add(storage, self._kind())
+                self._add(storage, kind)
         elif isinstance(result, (list, tuple)):
             for each in result:
-                self._see(each)
+                self._see(each, kind)
 
     # --- counting --------------------------------------------------------------------------------------
 
