@@ -7,10 +7,20 @@ Everything that decides (specs, memory, timing, planner) produces a Plan; everyt
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 MIB = 2**20
-ADAPTER_LAYOUTS = ("replicated", "sharded")
+Adapters = Literal["replicated", "sharded"]
+Recomputing = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "adapters": get_args(Adapters),
+    "activation_checkpoint": get_args(Recomputing),
+    "offload": get_args(Offload),
+    "compile": (True, False),
+    "defer_gradient_sync": (True, False),
+    "static_graph": (True, False),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +42,13 @@ class Plan:
     reshard_after_forward: bool | int = True
     """Free a gathered block after its forward (True), keep it for backward (False), or keep it
     sharded over this many ranks (an integer that divides ``dp_shard``)."""
-    adapters: Literal["replicated", "sharded"] = "sharded"
+    adapters: Adapters = "sharded"
     """Adapter weights: whole on every rank, or sharded with the block they sit in."""
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    activation_checkpoint: Recomputing = "none"
     """Which activations are recomputed in backward instead of kept."""
     activation_checkpoint_blocks: int | None = None
     """How many blocks recompute (the first N); None means all of them."""
-    offload: Literal["none", "optimizer", "all"] = "none"
+    offload: Offload = "none"
     """What waits in host memory between uses."""
     compile: bool = False
     """Compile each block in place with ``torch.compile``."""
@@ -62,11 +72,8 @@ class Plan:
             _require_int("resident_blocks", self.resident_blocks, minimum=0)
         if self.activation_checkpoint_blocks is not None:
             _require_int("activation_checkpoint_blocks", self.activation_checkpoint_blocks, minimum=0)
-        hints = get_type_hints(type(self))
-        for name in ("adapters", "activation_checkpoint", "offload"):
-            _require_choice(name, getattr(self, name), get_args(hints[name]))
-        for name in ("compile", "defer_gradient_sync", "static_graph"):
-            _require_choice(name, getattr(self, name), (True, False))
+        for name, choices in _CHOICES.items():
+            _require_choice(name, getattr(self, name), choices)
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be above 0 MiB, or None to have it tuned.")
         self._check_reshard()
