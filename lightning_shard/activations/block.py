@@ -23,6 +23,8 @@ class BlockActivations:
     """Gradients of activations in the last product's backward, where its weight's gradient is made."""
     input_norm_bytes: int
     """Of what is kept, the first norm's share: not kept where the block's input needs no gradient."""
+    sizes: tuple[int, ...]
+    """Bytes of each tensor that is kept."""
     exact: bool
     """Derived from the architecture; False means estimated from shapes."""
 
@@ -44,6 +46,7 @@ def block_activations(
         gradient_bytes=_gradients(arch, c) * tokens + _summed_weight(unit, c),
         product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens + _summed_weight(unit, c),
         input_norm_bytes=int(_first_norm(tape) * tokens),
+        sizes=(*(int(size * tokens) for size in tape.kept.values()), *tape.once.values()),
         exact=True,
     )
 
@@ -163,6 +166,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         gradient_bytes=2 * c * widest * tokens,
         product_gradient_bytes=c * widest * tokens,
         input_norm_bytes=0,
+        sizes=tuple(c * (shape[0] + shape[1]) * tokens for shape in matrices),
         exact=False,
     )
 

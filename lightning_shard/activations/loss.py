@@ -19,6 +19,8 @@ class LossActivations:
     """Logits at the end of forward: in the compute dtype, in FP32, and their log-softmax."""
     backward_bytes: int
     """At the start of backward: log-softmax and two FP32 gradients of it, 12 V per token."""
+    num_logits: int
+    """Logits that exist at a time."""
     logits_gradient_bytes: int
     """The logits' gradient while the head's backward runs."""
 
@@ -31,7 +33,7 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
     """
     arch = model.architecture
     if arch is None or not arch.vocab:
-        return LossActivations(kept_bytes=0, forward_bytes=0, backward_bytes=0, logits_gradient_bytes=0)
+        return LossActivations(kept_bytes=0, forward_bytes=0, backward_bytes=0, num_logits=0, logits_gradient_bytes=0)
     c = dtype_bytes(train.precision_row.compute_dtype or "float32")
     tokens = num_tokens(model, train)
     rows = min(tokens, CHUNK_TOKENS) if train.loss == "chunked" else tokens
@@ -41,6 +43,7 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
         kept_bytes=_tail(model, c) * tokens,
         forward_bytes=(forward + softcap) * arch.vocab * rows,
         backward_bytes=(backward + softcap) * arch.vocab * rows,
+        num_logits=arch.vocab * rows,
         logits_gradient_bytes=gradient * arch.vocab * rows,
     )
 

@@ -2,6 +2,15 @@
 
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation
+from lightning_shard.memory.slack import (
+    OPEN_SEGMENTS_BYTES,
+    WORKSPACE_BYTES,
+    freed_before_update,
+    held_by_sharding,
+    held_for_loss,
+    unplaced,
+    update_temporaries,
+)
 
 MIB = 2**20
 CONTEXT_BYTES = 1715 * MIB
@@ -9,31 +18,30 @@ CONTEXT_BYTES = 1715 * MIB
 runs of fms-acceleration (1714, 1718 and 1718 MiB)."""
 COLLECTIVE_BYTES = 1024 * MIB
 """NCCL's channel buffers and peer mappings: a planning value, not yet measured here."""
-WORKSPACE_BYTES = 32 * MIB
-"""cuBLAS workspace of one handle and stream on Hopper (8 MiB before), which the caching allocator hands out."""
-SMALL_POOL_BYTES = 2 * MIB
-"""The allocator's segments: 2 MiB for tensors below 1 MiB, 20 MiB for those below 10 MiB, else rounded up to 2 MiB."""
-LARGE_SEGMENT_BYTES = 20 * MIB
 
 
 def allocator_slack(s: Situation, peak: Moment) -> int:
-    """What the caching allocator holds and no tensor uses at the peak.
+    """What the caching allocator holds and no tensor uses at the peak (see :mod:`lightning_shard.memory.slack`).
 
-    One open segment of each size, and what collectives freed: the gather and reduce streams have pools of
-    their own, and what was freed there cannot serve the compute stream. So the largest gather buffer and the
-    largest reduction stay reserved when the peak comes at another moment.
+    One open segment of each size, a workspace, the pools of other streams, and blocks that are too small for
+    what came later. What forward and backward left is compared with what a foreach step needs: the larger of
+    both moments counts.
     """
     if s.cluster.accelerator == "cpu":
         return 0
-    slack = SMALL_POOL_BYTES + LARGE_SEGMENT_BYTES + WORKSPACE_BYTES
-    if not s.sharded:
-        return slack
-    from lightning_shard.memory.transit import reduce_buffers
+    base = OPEN_SEGMENTS_BYTES + WORKSPACE_BYTES + held_by_sharding(s, peak)
+    at_peak = base + (0 if peak is Moment.OPTIMIZER else held_for_loss(s))
+    freed, wanted = freed_before_update(s), update_temporaries(s)
+    at_update = base + sum(freed) + unplaced(wanted, freed) - sum(wanted) - _above_update(s, peak)
+    return max(at_peak, at_update)
 
-    reduce_pool = max(reduce_buffers(s, moment) for moment in Moment)
-    gather_pool = max(s.one("gathered_bytes", kind) for kind in ("block", "head", "root", "embedding"))
-    gather_alive = 0 if peak is Moment.OPTIMIZER else s.one("gathered_bytes", "block") * min(1, s.plan.prefetch)
-    return slack + reduce_pool - reduce_buffers(s, peak) + max(0, gather_pool - gather_alive)
+
+def _above_update(s: Situation, peak: Moment) -> int:
+    """How much more is live at the peak than at the update."""
+    from lightning_shard.memory.terms import TERMS
+
+    live = {moment: sum(term(s, moment) for term in TERMS.values()) for moment in (peak, Moment.OPTIMIZER)}
+    return live[peak] - live[Moment.OPTIMIZER]
 
 
 def device_context(s: Situation, peak: Moment) -> int:
