@@ -1,0 +1,67 @@
+"""Published measured figures against the plan command, options and all.
+
+The rows come from fms-acceleration (HF Trainer), litgpt and torchtitan; the command estimates transformers'
+own step. Options say what the code that ran did differently (no FP32 masters, plain peft's FP32 adapters, a
+loss that copies or keeps its logits): nothing is fitted. litgpt's multi-device rows are left out: their peak is
+the whole model that every rank holds while it loads.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shard.cli import main
+from lightning_shard.specs import ModelSpec
+
+HERE = Path(__file__).parent
+ROWS: list[dict[str, Any]] = json.loads((HERE / "measured_rows.json").read_text())
+CONFIGS: dict[str, dict[str, Any]] = json.loads((HERE / "measured_configs.json").read_text())
+PLAIN = ["reshard_after_forward=true", "resident_blocks=0", "adapters=sharded", "offload=none"]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved spec of every model that a row names."""
+    folder = tmp_path_factory.mktemp("specs")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        ModelSpec.from_pretrained(folder / name).save(folder / f"{name}.json")
+    return folder
+
+
+def estimate(row: dict[str, Any], specs: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the command says of a row."""
+    pins = [*PLAIN, f"activation_checkpoint={'full' if row['recompute'] else 'none'}"]
+    options = [option for pin in pins for option in ("--pin", pin)]
+    arguments = ["--model", str(specs / f"{row['model']}.json"), *row["arguments"].split(), *options]
+    code = main(["plan", *arguments, "--headroom", "0.05", "--json"])
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (code == 0) == answer["fits"]
+    return answer
+
+
+def test_allocated_bytes(specs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {}
+    for row in ROWS:
+        answer = estimate(row, specs, capsys)
+        errors[row["id"]] = answer["estimate"]["allocated_bytes"] / 1e9 / row["allocated_gb"] - 1
+        assert answer["fits"], f"{row['id']} ran"
+    sizes = [abs(error) for error in errors.values()]
+    assert statistics.median(sizes) <= 0.04, errors
+    assert max(sizes) <= 0.12, errors
+
+
+def test_device_bytes_against_nvidia_smi(specs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {}
+    for row in ROWS:
+        if row["nvidia_smi_mib"]:
+            device = estimate(row, specs, capsys)["estimate"]["device_bytes"]
+            errors[row["id"]] = device / (row["nvidia_smi_mib"] * 2**20) - 1
+    sizes = [abs(error) for error in errors.values()]
+    assert len(sizes) == 11
+    assert statistics.median(sizes) <= 0.10, errors
+    assert max(sizes) <= 0.15, errors
