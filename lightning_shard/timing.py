@@ -21,6 +21,10 @@ UPDATE_BYTES_PER_ELEMENT = 28
 """An AdamW step reads and writes weight and two moments and reads the gradient, 4 bytes each."""
 
 
+HOST_BUS_BYTES_PER_S = 20e9
+"""Between host and device: PCI Express 4.0 x16 as copies reach it."""
+HOST_BYTES_PER_S = 100e9
+"""Memory bandwidth of a server's socket that one process can use: a planning value."""
 FLAT_CHUNK_BYTES = 4 * 2**20
 """Gradients outside the shard groups travel in chunks of this size (parallelize.flat)."""
 
@@ -65,6 +69,7 @@ def time_step(s: Situation) -> StepTime:
     )
     step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
     compute_s = s.train.accumulate * (forward_s + backward_s)
+    step_s += _offload_s(s)
     return StepTime(
         step_s=step_s + update_s,
         compute_s=compute_s,
@@ -73,6 +78,18 @@ def time_step(s: Situation) -> StepTime:
         comm_bytes=int(comm_bytes),
         flops=s.train.accumulate * (forward + backward),
     )
+
+
+def _offload_s(s: Situation) -> float:
+    """Copies over the host's bus: shards to the device for forward and backward, gradients and new weights back.
+
+    Counted in full: how much of it hides is not known. The update itself runs at the host's memory speed.
+    """
+    if not s.offloaded:
+        return 0.0
+    shards = s.total("frozen_bytes") + s.total("trained_bytes")
+    copied = s.train.accumulate * (2 * shards + s.master_bytes * s.total("trained_numel"))
+    return copied / HOST_BUS_BYTES_PER_S + UPDATE_BYTES_PER_ELEMENT * s.total("trained_numel") / HOST_BYTES_PER_S
 
 
 def compute_flops(s: Situation) -> tuple[float, float]:

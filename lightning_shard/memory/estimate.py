@@ -89,7 +89,7 @@ def measure(situation: Situation) -> Estimate:
 
 def load_peak(s: Situation) -> int:
     """Peak while loading: everything at rest, and one group whole in its stored dtype before it is cut."""
-    rest = s.total("frozen_bytes") + s.total("trained_bytes") + s.model.buffers_bytes
+    rest = s.model.buffers_bytes + (0 if s.offloaded else s.total("frozen_bytes") + s.total("trained_bytes"))
     if not s.sharded:
         return rest
     return rest + max(sum(tensor.numel * tensor.element_bytes for tensor in group.unit.tensors) for group in s.groups)
@@ -105,6 +105,8 @@ def _not_modelled(s: Situation) -> tuple[str, ...]:
         notes.append("activations are estimated from parameter shapes: no architecture facts for this model")
     if s.plan.activation_checkpoint == "selective":
         notes.append("selective checkpointing is counted as full: it keeps more and recomputes less")
+    if s.offloaded:
+        notes.append("host memory for the offloaded shards is not checked")
     if s.plan.compile:
         notes.append("torch.compile usually needs less memory than this eager estimate")
     if s.train.precision == "bf16-mixed" and not s.sharded:

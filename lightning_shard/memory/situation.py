@@ -44,6 +44,11 @@ class Situation:
         return self.plan.dp_shard > 1
 
     @property
+    def offloaded(self) -> bool:
+        """Whether shards, their gradients and the optimizer's state wait in host memory."""
+        return self.sharded and self.plan.offload == "all"
+
+    @property
     def buckets(self) -> bool:
         """Whether DDP holds gradients in buckets."""
         return not self.sharded and self.plan.dp_replicate > 1

@@ -8,12 +8,12 @@ _BLOCKS_DONE = (Moment.BOTTOM_REDUCE, Moment.EMBEDDING)
 
 def frozen_weights(s: Situation, moment: Moment) -> int:
     """Frozen weights at rest: their shard, uneven rows rounded up, in the frozen dtype."""
-    return s.total("frozen_bytes")
+    return 0 if s.offloaded else s.total("frozen_bytes")
 
 
 def trained_weights(s: Situation, moment: Moment) -> int:
     """What trains, at rest, in its master dtype (FP32)."""
-    return s.total("trained_bytes")
+    return 0 if s.offloaded else s.total("trained_bytes")
 
 
 def optimizer_state(s: Situation, moment: Moment) -> int:
@@ -21,6 +21,8 @@ def optimizer_state(s: Situation, moment: Moment) -> int:
 
     A factored optimizer keeps a row and a column statistic of each matrix instead.
     """
+    if s.offloaded:
+        return 0
     if not s.optimizer.factored:
         return s.optimizer.num_moments * s.total("trained_bytes")
     return sum(
@@ -38,6 +40,8 @@ def gradients(s: Situation, moment: Moment) -> int:
     While accumulating they are there all the time, and so is the last step's in a forward where they are
     cleared only before the backward. Whole ones wait elsewhere where their reduction is deferred.
     """
+    if s.offloaded:
+        return 0
     everything = s.master_bytes * s.total("trained_numel")
     if s.buckets:
         return _beside_buckets(s, everything, moment)
@@ -96,7 +100,7 @@ def buffers(s: Situation, moment: Moment) -> int:
 
 def optimizer_step(s: Situation, moment: Moment) -> int:
     """Temporaries of a foreach step: AdamW's list of denominators, as large as what trains; fused has none."""
-    if moment is not Moment.OPTIMIZER:
+    if moment is not Moment.OPTIMIZER or s.offloaded:
         return 0
     if s.train.optimizer_implementation == "fused":
         return 0

@@ -2,16 +2,17 @@
 
 from lightning_shard.planner.choose import choose, estimate
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
-from lightning_shard.planner.grid import ENGINE, PINNABLE, candidates, simplicity
+from lightning_shard.planner.grid import PINNABLE, layouts, simplicity
+from lightning_shard.planner.search import Search
 
 __all__ = [
-    "ENGINE",
     "PINNABLE",
     "Decision",
     "Rejected",
-    "candidates",
+    "Search",
     "choose",
     "estimate",
+    "layouts",
     "simplicity",
     "usable_bytes",
 ]

@@ -1,16 +1,24 @@
-"""Take the simplest layout that fits with headroom, and the fastest plan of that layout."""
+"""Take the fastest plan that fits with headroom; of those about as fast, the simplest."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.hardware import Cluster
 from lightning_shard.planner.advice import what_helps
-from lightning_shard.planner.considered import Considered, consider, estimate
+from lightning_shard.planner.considered import Considered, estimate, inject
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
 from lightning_shard.planner.grid import simplicity
+from lightning_shard.planner.search import Search
 from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 
 __all__ = ["choose", "estimate"]
+
+TIE, TIE_S = 0.1, 1e-3
+"""Predicted step times this close, in share or in seconds, are no reason to prefer one plan: the model of time is
+that good at best."""
+REPLICAS_TIE = 0.5
+"""The same for replicas against shards. Sharding has many more messages and host work, which the model of time sees
+least of: where a whole copy fits, sharding must promise a lot to be taken instead."""
 
 
 def choose(
@@ -23,8 +31,10 @@ def choose(
 ) -> Decision:
     """Decide how to run.
 
-    Replicated (DDP) comes before sharded (FSDP2): it moves the least and needs the least machinery. When
-    nothing fits, the answer is the plan that needs least, with the shortfall and what would help.
+    The fastest plan that fits wins. Step times are predictions, so plans within :data:`TIE` of the fastest (replicas:
+    :data:`REPLICAS_TIE`) count as equally fast, and the simplest of them is taken: DDP before sharding, one kind
+    of sharding before two, no recomputing before some. When nothing fits, the answer is the plan that needs least, with the shortfall
+    and what would help.
 
     Args:
         model: what to train; the adapter that ``train`` wants is injected unless it is there already.
@@ -39,9 +49,10 @@ def choose(
     """
     _check(model, train, headroom)
     pin = pin or {}
-    found = consider(model, train, cluster, pin)
+    model = inject(model, train)
     limit = usable_bytes(cluster.capacity_bytes, headroom)
-    best = min(found, key=lambda one: _rank(one, limit))
+    found = Search(model, train, cluster, limit, pin).run()
+    best = _best(found, limit)
     fits = best.needs_bytes <= limit
     short = 0 if fits else best.needs_bytes - limit
     return Decision(
@@ -57,11 +68,19 @@ def choose(
     )
 
 
-def _rank(one: Considered, limit: int) -> tuple[float, ...]:
-    """Fitting first: the simplest, then the fastest, then the leanest. Of what does not fit, the leanest."""
-    if one.needs_bytes > limit:
-        return (1.0, one.needs_bytes)
-    return (0.0, simplicity(one.plan), round(one.estimate.step_s, 6), one.needs_bytes)
+def _best(found: list[Considered], limit: int) -> Considered:
+    """Of what fits, the simplest among the fastest; of what does not, the leanest."""
+    fitting = [one for one in found if one.needs_bytes <= limit]
+    if not fitting:
+        return min(found, key=lambda one: one.needs_bytes)
+    fastest_s = min(one.estimate.step_s for one in fitting)
+    near = [one for one in fitting if _about_as_fast(one, fastest_s)]
+    return min(near, key=lambda one: (simplicity(one.plan), round(one.estimate.step_s, 6), one.needs_bytes))
+
+
+def _about_as_fast(one: Considered, other_s: float) -> bool:
+    tie = REPLICAS_TIE if one.plan.strategy == "ddp" else TIE
+    return one.estimate.step_s <= other_s * (1 + tie) + TIE_S
 
 
 def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
@@ -82,8 +101,8 @@ def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
 def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
     if one.needs_bytes > limit:
         reason = f"needs {format_bytes(one.needs_bytes)} of the {format_bytes(limit)} usable per device"
-    elif simplicity(one.plan) > simplicity(best.plan):
-        reason = f"fits, but {best.plan.strategy} is simpler and fits too"
+    elif simplicity(one.plan) > simplicity(best.plan) and _about_as_fast(best, one.estimate.step_s):
+        reason = f"fits, but {best.plan.strategy} is simpler, fits too and is about as fast"
     elif one.estimate.step_s > best.estimate.step_s:
         reason = f"fits, but takes {one.estimate.step_s:.4g} s a step against {best.estimate.step_s:.4g} s"
     else:
@@ -100,15 +119,33 @@ def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster
     if cluster.world_size == 1:
         return f"one device, so nothing is sharded or reduced: {needs} of {usable}"
     if best.plan.strategy == "ddp":
-        return f"a whole copy fits on every device, {needs} of {usable}, and moves the least"
+        recomputing = _recomputing(best)
+        return f"a whole copy fits on every device, {needs} of {usable}, {recomputing + ', ' if recomputing else ''}and moves the least"
     whole = _leanest_ddp(found)
     lost = "" if whole is None else f"a whole copy needs {format_bytes(whole)}; "
-    return f"{lost}sharded it needs {needs} of {usable}"
+    how = ", ".join(filter(None, (_resident(best), _recomputing(best), _offloaded(best))))
+    return f"{lost}sharded over {best.plan.dp_shard} it needs {needs} of {usable}{', ' + how if how else ''}"
+
+
+def _resident(one: Considered) -> str:
+    count = one.plan.resident_blocks
+    return f"with {count} blocks kept whole, which need no gathers" if isinstance(count, int) and count else ""
+
+
+def _recomputing(one: Considered) -> str:
+    if one.plan.activation_checkpoint == "none":
+        return ""
+    count = one.plan.activation_checkpoint_blocks
+    return f"with {'all' if count is None else count} blocks recomputing their activations"
+
+
+def _offloaded(one: Considered) -> str:
+    return "with its shards in host memory" if one.plan.offload != "none" else ""
 
 
 def _what_ddp_lacks(best: Considered, found: list[Considered], limit: int) -> tuple[str, ...]:
     whole = _leanest_ddp(found)
-    if best.plan.strategy == "ddp" or whole is None:
+    if best.plan.strategy == "ddp" or whole is None or whole <= limit:
         return ()
     return (f"with {format_bytes(whole - limit)} more per device DDP would fit",)
 

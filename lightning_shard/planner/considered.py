@@ -1,14 +1,11 @@
 """One plan with its estimate, and what a device must have for it."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_shard.hardware import Cluster
 from lightning_shard.memory import Estimate, measure
 from lightning_shard.memory.situation import Situation, make_situation
-from lightning_shard.planner.grid import candidates
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, TrainSpec
 from lightning_shard.timing import time_step
@@ -27,14 +24,14 @@ class Considered:
         return max(self.estimate.device_bytes, self.estimate.load_device_bytes)
 
 
-def consider(model: ModelSpec, train: TrainSpec, cluster: Cluster, pin: Mapping[str, Any]) -> list[Considered]:
-    """Every candidate with its estimate; the adapter that ``train`` wants is injected once."""
-    if train.adapter is not None and model.adapter is None:
-        model = model.with_adapter(train.adapter)
-    return [
-        Considered(plan=plan, estimate=estimate(model, train, plan, cluster))
-        for plan in candidates(model, train, cluster, pin)
-    ]
+def inject(model: ModelSpec, train: TrainSpec) -> ModelSpec:
+    """The model with the adapter that the training wants, unless it is there already."""
+    return model if train.adapter is None or model.adapter is not None else model.with_adapter(train.adapter)
+
+
+def weigh(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster) -> Considered:
+    """A plan with its estimate."""
+    return Considered(plan=plan, estimate=estimate(model, train, plan, cluster))
 
 
 def estimate(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster) -> Estimate:
