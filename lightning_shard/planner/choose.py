@@ -122,7 +122,7 @@ def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster
         recomputing = _recomputing(best)
         return f"a whole copy fits on every device, {needs} of {usable}, {recomputing + ', ' if recomputing else ''}and moves the least"
     whole = _leanest_ddp(found)
-    lost = "" if whole is None else f"a whole copy needs {format_bytes(whole)}; "
+    lost = "" if whole is None or whole <= limit else f"a whole copy needs {format_bytes(whole)}; "
     how = ", ".join(filter(None, (_resident(best), _recomputing(best), _offloaded(best))))
     return f"{lost}sharded over {best.plan.dp_shard} it needs {needs} of {usable}{', ' + how if how else ''}"
 
