@@ -1,6 +1,6 @@
 """The first door: a ModelSpec from a live or meta module. Only iterates; imports neither torch nor transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +9,8 @@ from lightning_shard.specs.adapter import AdapterSpec
 from lightning_shard.specs.from_config import read_architecture
 from lightning_shard.specs.model import ModelSpec, TensorSpec, UnitKind, UnitSpec
 
+BIG_LEAF_SHARE = 0.25
+_LEAVES: dict[str, UnitKind] = {"Embedding": "embedding", "Linear": "head"}
 ADAPTER_MARKS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
 
 
@@ -54,7 +56,26 @@ def _groups(module: Any, blocks: list[tuple[str, Any]]) -> list[tuple[UnitKind, 
         groups.append(("embedding", *embedding))
     if head and not any(_inside(head[0], name) for _, name, _ in groups):
         groups.append(("head", *head))
-    return groups
+    return groups + list(_big_leaves(module, groups))
+
+
+def _big_leaves(module: Any, groups: list[tuple[UnitKind, str, Any]]) -> Iterator[tuple[UnitKind, str, Any]]:
+    """Look-up tables and linear layers outside the groups that are large beside a block: the engine gathers each
+    alone. What comes after the blocks is a head, what comes before is treated like an embedding.
+    """
+    blocks = [name for kind, name, _ in groups if kind == "block"]
+    least = BIG_LEAF_SHARE * max((_size(part) for kind, _, part in groups if kind == "block"), default=0)
+    after = False
+    for name, part in module.named_modules():
+        after = after or any(_inside(name, block) for block in blocks)
+        kind = _LEAVES.get(type(part).__name__)
+        if kind is None or not blocks or _size(part) < least or any(_inside(name, group) for _, group, _ in groups):
+            continue
+        yield ("head" if kind == "head" and after else "embedding"), name, part
+
+
+def _size(module: Any) -> int:
+    return sum(int(parameter.numel()) for parameter in module.parameters())
 
 
 def _inside(name: str, parent: str) -> bool:

@@ -99,6 +99,11 @@ def test_embedding_and_head_are_asked_for() -> None:
     assert find_embedding(Model()) is None
 
 
+def test_large_tables_and_layers_of_a_plain_model_are_groups_of_their_own() -> None:
+    kinds = {unit.names[0]: unit.kind for unit in ModelSpec.from_module(Model()).units}
+    assert kinds == {"layers.0": "block", "embed": "embedding", "head": "head"}
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_units_cover_every_parameter_once(device: str) -> None:
     for make in (llama, Model, BoringModel):
