@@ -64,13 +64,21 @@ def _agree(folder: Path, train: TrainSpec, plan: Plan, within: float) -> None:
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_llama(plan: str, kind: str, precision: str, tmp_path: Path) -> None:
+def test_llama(plan: str, kind: str, tmp_path: Path) -> None:
+    _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), PLANS[plan], 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_precisions(plan: str, kind: str, precision: str, tmp_path: Path) -> None:
     _agree(_folder("llama", tmp_path), _wishes(kind, precision), PLANS[plan], 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gpt_neox"])
@@ -85,6 +93,7 @@ def test_recomputing(kind: str, plan: str, tmp_path: Path) -> None:
     _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), Plan.from_dict(fields), 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cleared", ["after_step", "before_backward"])
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "one"])
 def test_accumulating(plan: str, cleared: str, tmp_path: Path) -> None:
