@@ -45,6 +45,7 @@ __all__ = [
     "is_fake",
     "is_peft_wrapper",
     "isolate_rng",
+    "mesh_coordinates",
     "sharding_arithmetic",
     "start_fake_process_group",
     "train_loaders",
@@ -246,3 +247,13 @@ def fsdp_chunking() -> tuple[tuple[Any, str], tuple[Any, str]]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 
     return (_fsdp_param, "_chunk_with_empty"), (_fsdp_collectives, "torch")
+
+
+def mesh_coordinates() -> tuple[Any, str]:
+    """Where a device mesh looks up this rank's place, by searching a tensor of ranks.
+
+    Fake tensors cannot be searched. Can go when the mesh keeps its ranks as numbers.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh, "_compute_coordinates_from_mesh"

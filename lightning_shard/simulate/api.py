@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 import lightning_shard.parallelize as engine
+from lightning_shard._compat import LightningModule
 from lightning_shard.plans import Plan
 from lightning_shard.simulate.collectives import summarise
 from lightning_shard.simulate.depth import Counted, NotLinearError, extrapolate
@@ -35,7 +36,7 @@ MOST_BLOCKS = 48
 class _Options:
     batch: Any
     dtype: str | None
-    zero_grad: ZeroGrad
+    zero_grad: ZeroGrad | None
     expandable_segments: bool
 
 
@@ -46,7 +47,7 @@ def simulate(
     *,
     batch: Any = None,
     dtype: str | None = None,
-    zero_grad: ZeroGrad = "before_backward",
+    zero_grad: ZeroGrad | None = None,
     expandable_segments: bool = False,
     depth: Literal["auto", "full", "extrapolated"] = "auto",
 ) -> Simulation:
@@ -62,7 +63,8 @@ def simulate(
         plan: what to run.
         batch: the largest batch a step sees, or a function that makes one; token ids by default.
         dtype: storage type of a model given by its path, before the precision's own rules (FP32 by default).
-        zero_grad: Lightning clears gradients before backward, other loops after the step.
+        zero_grad: when gradients are cleared; by default as Lightning does for a LightningModule
+            (``before_backward``), else as ``train`` says.
         expandable_segments: the allocator's setting of that name.
         depth: how many blocks are run: all, or as few as extrapolate exactly; ``auto`` runs all of up to 48.
 
@@ -129,7 +131,7 @@ def _run(runnable: Runnable, train: TrainSpec, plan: Plan, options: _Options) ->
             batch=runnable.batch,
             optimizers=runnable.optimizers,
             accumulate=train.accumulate,
-            zero_grad=options.zero_grad,
+            zero_grad=options.zero_grad or _clears(runnable, train),
         )
     return Counted(
         num_blocks=blocks,
@@ -138,6 +140,10 @@ def _run(runnable: Runnable, train: TrainSpec, plan: Plan, options: _Options) ->
         reserved_bytes=replay(trace_of(tracker), expandable_segments=options.expandable_segments).peak_reserved_bytes,
         guessed_branches=tracker.guesses.count,
     )
+
+
+def _clears(runnable: Runnable, train: TrainSpec) -> ZeroGrad:
+    return "before_backward" if isinstance(runnable.root, LightningModule) else train.gradients_cleared
 
 
 def trace_of(tracker: Tracker) -> Trace:
@@ -178,6 +184,8 @@ def _not_modelled(train: TrainSpec, plan: Plan, guesses: int) -> tuple[str, ...]
         notes.append("torch.compile usually needs less memory than this eager step")
     if train.precision == "16-mixed":
         notes.append("the gradient scaler of 16-mixed")
+    if plan.offload != "none":
+        notes.append("shards on their way between host and device")
     if plan.world_size > 1:
         notes.append("communication buffers are a planning constant")
     return tuple(notes)

@@ -16,20 +16,33 @@ class CausalStep(nn.Module):
 
     Args:
         model: the causal language model, in peft's wrapper or not.
-        chunked: never hold the logits of all tokens: those of a chunk are made again in backward.
+        loss: a value of :attr:`TrainSpec.loss`; ``full`` is the model's own.
     """
 
-    def __init__(self, model: Any, *, chunked: bool = False) -> None:
+    def __init__(self, model: Any, loss: str = "full") -> None:
         super().__init__()
         self.model = model
-        self._chunked = chunked
+        self._loss = loss
+        self._kept: Tensor | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of token ids (rows, tokens)."""
-        if self._chunked:
+        if self._loss == "chunked":
             return self._chunked_loss(batch)
+        if self._loss != "full":
+            return self._loss_of(batch)
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         return loss
+
+    def _loss_of(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        wide = logits if self._loss == "narrow" else logits.float()
+        scored, targets = wide, functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        if self._loss == "shifted":
+            scored, targets = wide[:, :-1].contiguous(), tokens[:, 1:]
+        if self._loss == "kept":
+            self._kept = wide
+        return functional.cross_entropy(scored.flatten(0, 1), targets.flatten())
 
     def _chunked_loss(self, tokens: Tensor) -> Tensor:
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.simulate.tracker import Tracker
@@ -44,7 +45,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], train: TrainSpec) -> Opti
     return make([p for p in parameters if p.requires_grad], **arguments, **how)
 
 
-def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients: bool) -> None:
+def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients: bool, offloaded: bool) -> None:
     """Make the optimizers' state, as a first step would have, and with it the gradients that step left.
 
     Lightning clears gradients between forward and backward, so a forward finds those of the step before.
@@ -56,23 +57,24 @@ def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients
     tracker.mark()
     for optimizer in optimizers:
         optimizer.step()
-        _adopt_state(optimizer, tracker)
+        _adopt_state(optimizer, tracker, offloaded=offloaded)
     tracker.mark()
     for parameter in parameters:
-        if keep_gradients and parameter.grad is not None:
+        if keep_gradients and parameter.grad is not None and not (offloaded and isinstance(parameter, DTensor)):
             tracker.adopt(parameter.grad, "gradients")
         else:
             parameter.grad = None
     tracker.mark()
 
 
-def _adopt_state(optimizer: Optimizer, tracker: Tracker) -> None:
+def _adopt_state(optimizer: Optimizer, tracker: Tracker, *, offloaded: bool) -> None:
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
+        on_host = offloaded and isinstance(parameter, DTensor)
         for value in state.values():
             if not isinstance(value, Tensor):
                 continue
-            if value.dim() or fused:
+            if not on_host and (value.dim() or fused):
                 tracker.adopt(value, "optimizer_state")
             else:  # a step counter lives on the host unless the fused kernel reads it
                 tracker.ignore(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import lightning_shard.parallelize as engine
@@ -80,8 +81,9 @@ def count_step(
 ) -> None:
     """Count one step of a laid-out module, on real or fake tensors alike."""
     root = layout.module
-    _adopt_tensors(root, tracker)
-    with tracker, fsdp_kinds(tracker):
+    offloaded = layout.plan.offload != "none"
+    _adopt_tensors(root, tracker, offloaded=offloaded)
+    with tracker, fsdp_kinds(tracker, offloaded=offloaded):
         wrapped = wrap(layout, tracker, fake=fake)
         job = Job(
             layout=layout,
@@ -94,24 +96,28 @@ def count_step(
         with tracker.paused():
             if layout.replicated is not None:
                 layout.replicated.before_backward()
-            warm_up(job.optimizers, tracker, keep_gradients=zero_grad == "before_backward" and wrapped is root)
+            keep = zero_grad == "before_backward" and wrapped is root
+            warm_up(job.optimizers, tracker, keep_gradients=keep, offloaded=offloaded)
         handles = [*_watch_gradients(root, tracker), *watch_blocks(layout.units.blocks, tracker)]
         run_step(job, tracker)
     for handle in handles:
         handle.remove()
 
 
-def _adopt_tensors(root: nn.Module, tracker: Tracker) -> None:
+def _adopt_tensors(root: nn.Module, tracker: Tracker, *, offloaded: bool) -> None:
     for parameter in root.parameters():
-        tracker.adopt(parameter, "trained_weights" if parameter.requires_grad else "frozen_weights")
+        if offloaded and isinstance(parameter, DTensor):
+            tracker.ignore(parameter)
+        else:
+            tracker.adopt(parameter, "trained_weights" if parameter.requires_grad else "frozen_weights")
     for buffer in root.buffers():
         tracker.adopt(buffer, "buffers")
 
 
 def _watch_gradients(root: nn.Module, tracker: Tracker) -> Iterator[Any]:
     def made(parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and tracker.kind_of(parameter.grad) != "ddp_buckets":
-            tracker.adopt(parameter.grad, "gradients")
+        if parameter.grad is not None:
+            tracker.adopt_gradient(parameter.grad)
 
     for parameter in root.parameters():
         if parameter.requires_grad:

@@ -88,7 +88,7 @@ def _causal_step(module: nn.Module, train: TrainSpec) -> nn.Module:
             f"{type(base).__name__} has no training_step and is no causal language model, so there is no step to "
             "simulate. Give a LightningModule, or a module with training_step(batch, batch_idx)."
         )
-    return CausalStep(module, chunked=train.loss == "chunked")
+    return CausalStep(module, train.loss)
 
 
 def _user_batch(module: nn.Module, batch: Any, train: TrainSpec) -> Callable[[], Any]:

@@ -71,7 +71,8 @@ def run_step(job: Job, tracker: Tracker) -> None:
         if not last:  # the others up to the last one send what this one did
             tracker.collectives += tracker.collectives[before:] * (job.accumulate - 2)
     tracker.enter_moment(moments.OPTIMIZER)
-    with tracker.during("optimizer_step"):
+    on_host = job.layout.plan.offload != "none"
+    with tracker.paused() if on_host else nullcontext(), tracker.during("optimizer_step"):
         for optimizer in job.optimizers:
             optimizer.step()
     if job.zero_grad == "after_step":

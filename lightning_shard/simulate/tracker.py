@@ -96,9 +96,19 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes[kind] += entry.num_bytes
         entry.kind = kind
 
+    def adopt_gradient(self, tensor: Tensor) -> None:
+        """Count a tensor among the gradients, unless a bucket holds it."""
+        if self.kind_of(tensor) != "ddp_buckets":
+            self.adopt(tensor, "gradients")
+
     def ignore(self, tensor: Tensor) -> None:
-        """Never count this tensor: a real run has it on the host."""
-        self._track(_local(tensor).untyped_storage(), "host")
+        """Count this tensor no longer, or never: a real run has it on the host."""
+        storage = _local(tensor).untyped_storage()
+        entry = self._entries.get(id(storage))
+        if entry is None:
+            self._track(storage, "host")
+        else:
+            self._resize(entry, 0)
 
     def kind_of(self, tensor: Tensor) -> str | None:
         """The kind of a counted tensor."""

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_shard._compat import start_fake_process_group
+from lightning_shard._compat import mesh_coordinates, start_fake_process_group
 from lightning_shard.plans import Plan
+from lightning_shard.simulate.patches import patched
 
 
 @contextmanager
@@ -22,10 +24,17 @@ def fake_world(plan: Plan) -> Iterator[DeviceMesh | None]:
         yield None
         return
     start_fake_process_group(plan.world_size)
+    mesh, coordinates = mesh_coordinates()
     try:
-        yield _make_mesh(plan)
+        with patched(mesh, coordinates, staticmethod(_first)):
+            yield _make_mesh(plan)
     finally:
         dist.destroy_process_group()
+
+
+def _first(ranks: Tensor, rank: int) -> tuple[int, ...]:
+    """The place of rank 0 in a mesh it belongs to."""
+    return (0,) * ranks.dim()
 
 
 def require_no_group() -> None:
@@ -40,7 +49,9 @@ def require_no_group() -> None:
 def _make_mesh(plan: Plan) -> DeviceMesh | None:
     if plan.strategy == "ddp":
         return None
-    shape, names = (plan.dp_shard,), ("dp_shard",)
+    axes = {"dp_shard": plan.dp_shard}
     if plan.dp_replicate > 1:
-        return init_device_mesh("cpu", (plan.dp_replicate, *shape), mesh_dim_names=("dp_replicate", *names))
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+        axes = {"dp_replicate": plan.dp_replicate, **axes}
+    if plan.tp > 1:
+        axes = {**axes, "tp": plan.tp}
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

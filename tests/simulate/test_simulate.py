@@ -192,8 +192,8 @@ def test_a_process_group_in_use_is_refused(tmp_path: object) -> None:
 
 
 def test_what_the_engine_does_not_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="tp > 1"):
-        simulate(tiny, TRAIN, Plan(tp=2))
+    with pytest.raises(ValueError, match="offload='optimizer'"):
+        simulate(tiny, TRAIN, Plan(dp_shard=2, offload="optimizer"))
 
 
 def test_an_optimizer_torch_does_not_have_is_refused() -> None:
@@ -204,3 +204,40 @@ def test_an_optimizer_torch_does_not_have_is_refused() -> None:
 def test_a_module_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no training_step"):
         simulate(lambda: nn.Linear(2, 2), TRAIN, Plan())
+
+
+def test_tensor_parallel_ranks_share_every_matrix() -> None:
+    one, two = simulate(tiny, TRAIN, Plan()), simulate(tiny, TRAIN, Plan(tp=2))
+    blocks = 4 * BLOCKS * 9216
+    embeddings = 4 * 2 * VOCABULARY * 32
+    assert one.kinds["trained_weights"] == pytest.approx(blocks + embeddings, rel=0.05)
+    assert two.kinds["trained_weights"] == pytest.approx(blocks / 2 + embeddings, rel=0.05)
+    # Forward sums the outputs of o_proj and down_proj; backward the gradients of the five layers' inputs.
+    assert two.count("all_reduce") == BLOCKS * (2 + 5)
+
+
+def test_offloaded_shards_take_nothing_on_the_device() -> None:
+    here, away = simulate(tiny, TRAIN, Plan(dp_shard=2)), simulate(tiny, TRAIN, Plan(dp_shard=2, offload="all"))
+    for moment in away.moments:
+        assert {"trained_weights", "optimizer_state", "gradients", "optimizer_step"}.isdisjoint(moment.kinds)
+    assert away.collectives == here.collectives
+
+
+@pytest.mark.parametrize(("loss", "forward", "backward"), [("narrow", 4, 6), ("shifted", 14, 12), ("kept", 10, 16)])
+def test_logits_take_what_the_loss_makes_of_them(loss: str, forward: int, backward: int) -> None:
+    """Bytes per logit at the end of forward (bf16 and FP32 logits, copies, log-softmax) and at the start of backward
+    (log-softmax and two gradients); 10 and 12 with transformers' own loss.
+    """
+    words, tokens = 4096, 2 * 64
+    full, other = (
+        simulate(
+            lambda: make_llama(vocab_size=words),
+            TrainSpec(micro_batch_size=2, seq_len=64, loss=which),  # type: ignore[arg-type]
+            Plan(),
+        )
+        for which in ("full", loss)
+    )
+    for moment, expected, usual in (("end of forward", forward, 10), ("start of backward", backward, 12)):
+        sizes = [next(m for m in run.moments if m.name == moment).allocated_bytes for run in (full, other)]
+        # A "shifted" copy leaves out the last position of each row.
+        assert sizes[1] - sizes[0] == pytest.approx((expected - usual) * words * tokens, abs=0.2 * words * tokens)

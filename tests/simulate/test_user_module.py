@@ -1,5 +1,6 @@
 """A user's LightningModule is simulated as it is: its own model, step and optimizer."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ PLANS = [Plan(), Plan(dp_replicate=2), Plan(dp_shard=2)]
 @pytest.mark.parametrize("late", [False, True])
 def test_a_lightning_module_takes_what_the_same_model_takes(plan: Plan, training: Any, late: bool) -> None:
     adapter = AdapterSpec(r=4) if training == "lora" else None
-    plain = simulate(make_llama, TrainSpec(micro_batch_size=2, seq_len=16, adapter=adapter), plan)
+    train = dataclasses.replace(TRAIN, adapter=adapter, gradients_cleared="before_backward")
+    plain = simulate(make_llama, train, plan)
     user = simulate(lambda: TinyLlama(training, late=late), TRAIN, plan, batch=[TOKENS])
     assert user.kinds == plain.kinds
     assert user.collectives == plain.collectives
