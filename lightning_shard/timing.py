@@ -132,8 +132,10 @@ def _compute_dtype(s: Situation) -> str:
 
 
 def _recomputed_share(s: Situation) -> float:
+    """Share of the forward pass that is run again: of the selective policy about half."""
     blocks = s.model.num_blocks
-    return sum(block.recomputing for block in s.blocks) / blocks if blocks else 0.0
+    share = sum(block.recomputing for block in s.blocks) / blocks if blocks else 0.0
+    return share * (0.5 if s.plan.activation_checkpoint == "selective" else 1.0)
 
 
 def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:

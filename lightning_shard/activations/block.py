@@ -17,6 +17,8 @@ class BlockActivations:
     """Kept from forward to backward."""
     input_bytes: int
     """Kept where the block recomputes: its input."""
+    selective_bytes: int
+    """Kept besides where the block recomputes selectively: attention's output and every second product's."""
     gradient_bytes: int
     """Gradients of activations just after the last product's backward, the heaviest point but for weights."""
     product_gradient_bytes: int
@@ -43,6 +45,7 @@ def block_activations(
     return BlockActivations(
         kept_bytes=tape.total(tokens),
         input_bytes=setting.stream_bytes * arch.hidden * tokens,
+        selective_bytes=_selective(arch, setting) * tokens,
         gradient_bytes=_gradients(arch, c) * tokens + _summed_weight(unit, c),
         product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens + _summed_weight(unit, c),
         input_norm_bytes=int(_first_norm(tape) * tokens),
@@ -129,6 +132,18 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
     )
 
 
+def _selective(arch: Architecture, setting: Setting) -> int:
+    """Bytes per token of what the selective policy keeps: the fused attention's output with its statistic, and of
+    the matrix products, in their order, the first, third and so on (an adapted layer has three).
+    """
+    products: list[int] = []
+    for use in setting.linears.uses:
+        products += [use.num_out, *([use.rank, use.num_out] if use.rank else [])]
+    if setting.eager:  # scores and their sum are products of their own
+        return setting.compute_bytes * sum(products[::2])
+    return setting.compute_bytes * (sum(products[::2]) + arch.heads * arch.head_dim) + 4 * arch.heads
+
+
 def _first_norm(tape: Tape) -> float:
     """Bytes per token that only the first norm's gradient needs. Its weight, where it trains, needs the rest."""
     names = ("first residual", "first residual in fp32", "first norm root", "first norm statistics")
@@ -163,6 +178,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
     return BlockActivations(
         kept_bytes=(c * elements + 4 * sum(vectors)) * tokens,
         input_bytes=c * min((shape[-1] for shape in matrices), default=1) * tokens,
+        selective_bytes=c * sum(shape[0] for shape in matrices[::2]) * tokens,
         gradient_bytes=2 * c * widest * tokens,
         product_gradient_bytes=c * widest * tokens,
         input_norm_bytes=0,

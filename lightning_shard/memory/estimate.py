@@ -103,8 +103,6 @@ def _not_modelled(s: Situation) -> tuple[str, ...]:
     notes = list(s.model.warnings)
     if any(not block.activations.exact for block in s.blocks) or not s.blocks:
         notes.append("activations are estimated from parameter shapes: no architecture facts for this model")
-    if s.plan.activation_checkpoint == "selective":
-        notes.append("selective checkpointing is counted as full: it keeps more and recomputes less")
     if s.offloaded:
         notes.append("host memory for the offloaded shards is not checked")
     if s.plan.compile:

@@ -17,6 +17,8 @@ class Block:
     activations: BlockActivations
     recomputing: int
     """How many of the run recompute their activations in backward."""
+    recomputing_bytes: int
+    """What one of those keeps: its input, and under the selective policy its expensive results."""
     unneeded_bytes: int = 0
     """What the run's first block does not keep because its input needs no gradient."""
 
@@ -152,6 +154,8 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
                 group=group,
                 activations=activations,
                 recomputing=recomputing,
+                recomputing_bytes=activations.input_bytes
+                + (activations.selective_bytes if plan.activation_checkpoint == "selective" else 0),
                 unneeded_bytes=activations.input_norm_bytes if first else 0,
             )
         )

@@ -66,7 +66,7 @@ def freed_before_update(s: Situation) -> list[int]:
     for block in s.blocks:
         count = 1 if block.recomputing else block.group.count
         sizes += [size for size in block.activations.sizes for _ in range(count)]
-        sizes += [block.activations.input_bytes] * block.recomputing
+        sizes += [block.recomputing_bytes] * block.recomputing
         if s.casts and not s.sharded:
             sizes += [c * t.numel for t in block.group.unit.tensors if t.trainable for _ in range(count)]
     logits = s.loss.num_logits

@@ -138,8 +138,8 @@ def reduce_buffers(s: Situation, moment: Moment) -> int:
 
 
 def activations(s: Situation, moment: Moment) -> int:
-    """What blocks keep for backward, and the end of the model; a recomputing block keeps only its input, and
-    all of its activations while its backward runs.
+    """What blocks keep for backward, and the end of the model; a recomputing block keeps only its input (and its
+    expensive results under the selective policy), and all of its activations while its backward runs.
     """
     total = sum(_run(block.group.count, block.recomputing, block) - block.unneeded_bytes for block in s.blocks)
     tail = s.loss.kept_bytes
@@ -161,8 +161,7 @@ def activations(s: Situation, moment: Moment) -> int:
 
 
 def _run(count: int, recomputing: int, block: Block) -> int:
-    kept = block.activations
-    return (count - recomputing) * kept.kept_bytes + recomputing * kept.input_bytes
+    return (count - recomputing) * block.activations.kept_bytes + recomputing * block.recomputing_bytes
 
 
 def _last(block: Block) -> int:

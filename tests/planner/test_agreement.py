@@ -86,10 +86,11 @@ def test_families(family: str, kind: str, plan: str, tmp_path: Path) -> None:
     _agree(_folder(family, tmp_path), _wishes(kind, "bf16-true"), PLANS[plan], 0.01)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_recomputing(kind: str, plan: str, tmp_path: Path) -> None:
-    fields = {**PLANS[plan].to_dict(), "activation_checkpoint": "full"}
+def test_recomputing(kind: str, plan: str, policy: str, tmp_path: Path) -> None:
+    fields = {**PLANS[plan].to_dict(), "activation_checkpoint": policy}
     _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), Plan.from_dict(fields), 0.02)
 
 
