@@ -2,33 +2,36 @@
 
 import argparse
 import json
-import sys
 from typing import Any
 
+from lightning_shard.cli.plot import save_plot
 from lightning_shard.cli.where import add_cluster_arguments, read_cluster
-from lightning_shard.planner import Decision, choose
-from lightning_shard.specs import OPTIMIZERS, PRECISIONS, AdapterSpec, ModelSpec, TrainSpec
+from lightning_shard.hardware import LinkProfile
+from lightning_shard.planner import Calibration, Decision, choose
+from lightning_shard.specs import OPTIMIZERS, PRECISIONS, AdapterSpec, ModelSpec, TrainSpec, format_bytes
 from lightning_shard.specs.optimizer import IMPLEMENTATIONS
 from lightning_shard.specs.train import LOSSES
 
-DOES_NOT_FIT, BAD_INPUT = 1, 2
+DOES_NOT_FIT = 1
 
 
 def main(argv: list[str]) -> int:
     """Print the decision; 0 when the plan fits, 1 when nothing does."""
     arguments = _parser().parse_args(argv)
-    for option in ("simulate", "plot"):
-        if getattr(arguments, option):
-            print(f"lightning-shard plan: --{option} is not available yet. Leave it out.", file=sys.stderr)
-            return BAD_INPUT
-    decision = choose(
-        _model(arguments),
-        _train(arguments),
-        read_cluster(arguments),
-        headroom=arguments.headroom,
-        pin=_pins(arguments.pin),
-    )
-    _show(decision, arguments)
+    train, cluster, notes = _train(arguments), read_cluster(arguments), []
+    if arguments.links:
+        cluster = LinkProfile.load(arguments.links).apply(cluster)
+    if arguments.calibrate:
+        calibration = Calibration.load(arguments.calibrate)
+        cluster = calibration.apply(cluster)
+        notes.append(calibration.describe())
+    decision = choose(_model(arguments), train, cluster, headroom=arguments.headroom, pin=_pins(arguments.pin))
+    if arguments.simulate:
+        decision, differences = _simulated(decision, train, arguments)
+        notes += differences
+    if arguments.plot:
+        save_plot(decision, arguments.plot)
+    _show(decision, notes, arguments)
     return 0 if decision.fits else DOES_NOT_FIT
 
 
@@ -52,10 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how to decide")
     how.add_argument("--headroom", type=float, default=0.1, help="share of device memory to leave free (default 0.1)")
     how.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="fix a field of the plan")
-    how.add_argument("--simulate", action="store_true", help="check the plan by simulation (not available yet)")
+    how.add_argument("--simulate", action="store_true", help="check the plan by running its step without memory")
+    how.add_argument("--links", metavar="FILE", help="links as lightning-shard probe measured them")
+    how.add_argument("--calibrate", metavar="FILE", help="correct by what ShardMonitor measured in an earlier run")
     how.add_argument("--all", action="store_true", help="show every plan considered")
     how.add_argument("--json", action="store_true", help="print JSON")
-    how.add_argument("--plot", metavar="FILE.png", help="draw memory per plan (not available yet)")
+    how.add_argument("--plot", metavar="FILE.png", help="draw memory per plan (needs the plot extra)")
     return parser
 
 
@@ -130,10 +135,27 @@ def _value(text: str) -> Any:
         return text
 
 
-def _show(decision: Decision, arguments: argparse.Namespace) -> None:
+def _simulated(decision: Decision, train: TrainSpec, arguments: argparse.Namespace) -> tuple[Decision, list[str]]:
+    if arguments.model.endswith(".json"):
+        raise ValueError(
+            f"--simulate runs the model's own code, which the saved spec {arguments.model} does not have. Give --model the "
+            "folder with its config.json, or a hub id."
+        )
+    from lightning_shard.simulate import differences, simulate
+    from lightning_shard.simulate.confirm import confirm
+
+    simulation = simulate(arguments.model, train, decision.plan, dtype=arguments.dtype)
+    lines = [
+        f"{name.replace('_', ' ')}: simulated {format_bytes(ours)}, analytic {format_bytes(theirs)}"
+        for name, (ours, theirs) in differences(simulation, decision.estimate).items()
+    ]
+    return confirm(decision, simulation), lines
+
+
+def _show(decision: Decision, notes: list[str], arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(decision.to_dict()))
         return
     from lightning_shard.cli.render import print_decision
 
-    print_decision(decision, show_all=arguments.all)
+    print_decision(decision, show_all=arguments.all, notes=notes)

@@ -1,10 +1,12 @@
 """Tables for people. GiB and milliseconds exist only here."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_shard.cli.plot import stacked_bars
 from lightning_shard.hardware import Device, Link
 from lightning_shard.memory import Estimate
 from lightning_shard.planner import Decision, Rejected
@@ -14,7 +16,7 @@ GIB = 2**30
 SHOWN = 4
 
 
-def print_decision(decision: Decision, *, show_all: bool = False) -> None:
+def print_decision(decision: Decision, *, show_all: bool = False, notes: Sequence[str] = ()) -> None:
     """The plan, its memory and time, the others, and what would help."""
     console = Console()
     verdict = "[bold green]fits[/]" if decision.fits else "[bold red]does not fit[/]"
@@ -24,6 +26,10 @@ def print_decision(decision: Decision, *, show_all: bool = False) -> None:
     console.print(_speed(decision.estimate))
     if decision.rejected:
         console.print(_rejected_table(decision.rejected, show_all=show_all))
+    for bar in stacked_bars(decision):
+        console.print(bar)
+    for line in notes:
+        console.print(line)
     for line in decision.advice:
         console.print(f"- {line}")
     for line in decision.estimate.not_modelled:

@@ -109,7 +109,13 @@ def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
         reason = (
             f"fits and is as fast, but needs {format_bytes(one.needs_bytes)} against {format_bytes(best.needs_bytes)}"
         )
-    return Rejected(plan=one.plan, device_bytes=one.estimate.device_bytes, step_s=one.estimate.step_s, reason=reason)
+    return Rejected(
+        plan=one.plan,
+        device_bytes=one.estimate.device_bytes,
+        step_s=one.estimate.step_s,
+        reason=reason,
+        terms=one.estimate.terms,
+    )
 
 
 def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster) -> str:

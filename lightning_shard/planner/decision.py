@@ -1,6 +1,6 @@
 """The answer: a plan, what it needs, and every plan that lost with the number that decided."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shard.memory import Estimate
@@ -23,6 +23,8 @@ class Rejected:
     device_bytes: int
     step_s: float
     reason: str
+    terms: dict[str, int] = field(default_factory=dict)
+    """Bytes by term at its peak."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
@@ -31,6 +33,7 @@ class Rejected:
             "device_bytes": self.device_bytes,
             "step_s": self.step_s,
             "reason": self.reason,
+            "terms": self.terms,
         }
 
 

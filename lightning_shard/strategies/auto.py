@@ -7,7 +7,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard._compat import Trainer
-from lightning_shard.hardware import Cluster
+from lightning_shard.hardware import Cluster, LinkProfile
 from lightning_shard.memory import Estimate
 from lightning_shard.planner import Decision, choose
 from lightning_shard.plans import Plan
@@ -29,6 +29,8 @@ class AutoShardStrategy(PlanStrategy):
         cluster: what to plan for; detected by default.
         train: batch, length and optimizer to plan for; read from the run by default.
         device_memory: bytes that one process may use; measured by default.
+        links: links as ``lightning-shard probe`` measured them, or the file it wrote.
+        simulate: check the chosen plan by running this module's own step without memory, in another process.
         lightning: anything that Lightning's ``DDPStrategy`` takes.
     """
 
@@ -41,6 +43,8 @@ class AutoShardStrategy(PlanStrategy):
         cluster: Cluster | None = None,
         train: TrainSpec | None = None,
         device_memory: int | None = None,
+        links: LinkProfile | str | None = None,
+        simulate: bool = False,
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
@@ -52,6 +56,8 @@ class AutoShardStrategy(PlanStrategy):
         self._cluster = cluster
         self._train = train
         self._device_memory = device_memory
+        self._links = LinkProfile.load(links) if isinstance(links, str) else links
+        self._simulate = simulate
         self._decision: Decision | None = None
 
     @property
@@ -91,10 +97,10 @@ class AutoShardStrategy(PlanStrategy):
         if self.is_global_zero:
             try:
                 model = ModelSpec.from_module(self._root)
-                cluster = self._cluster or describe_cluster(
-                    self.root_device, self.num_nodes, self.num_processes, memory
-                )
-                answer = choose(model, train, cluster, headroom=self._headroom, pin=self._pin)
+                decision = choose(model, train, self._describe(memory), headroom=self._headroom, pin=self._pin)
+                if self._simulate:
+                    decision = confirm(decision, simulate_in_subprocess(self._root, train, decision.plan))
+                answer = decision
             except Exception as error:
                 answer = error
         answer = self.broadcast(answer)
@@ -104,7 +110,14 @@ class AutoShardStrategy(PlanStrategy):
         return self._require_fit(answer)
 
     def _describe(self, memory: int) -> Cluster:
-        return self._cluster or describe_cluster(self.root_device, self.num_nodes, self.num_processes, memory)
+        nodes, local = self.num_nodes, self.num_processes
+        cluster = self._cluster or describe_cluster(self.root_device, nodes, local, memory)
+        return cluster if self._links is None else self._links.apply(cluster)
+
+    def _describe(self, memory: int) -> Cluster:
+        nodes, local = self.num_nodes, self.num_processes
+        cluster = self._cluster or describe_cluster(self.root_device, nodes, local, memory)
+        return cluster if self._links is None else self._links.apply(cluster)
 
     def _require_fit(self, decision: Decision) -> Decision:
         if not decision.fits:

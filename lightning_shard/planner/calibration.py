@@ -1,0 +1,68 @@
+"""What an earlier run measured, to correct the next plan by."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.hardware import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Measured against estimated, from the file that ``ShardMonitor`` keeps beside a plan."""
+
+    step_ratio: float | None = None
+    """Measured step time over the estimated one; None where either is missing."""
+    residual_bytes: int | None = None
+    """Measured reserved bytes less the estimated ones; None on a host, which measures none."""
+    source: str = ""
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        """Read a monitor's file.
+
+        Raises:
+            ValueError: when it is missing, is not one, or holds nothing measured.
+        """
+        try:
+            record: dict[str, Any] = json.loads(Path(path).read_text())
+            measured, estimate = record["measured"], record["estimate"] or {}
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--calibrate {path} is no file of ShardMonitor ({type(error).__name__}: {error}). Train once with "
+                "ShardMonitor() among the callbacks, and give the shard_monitor.json it writes."
+            ) from error
+        step, reserved = measured.get("step_s"), measured.get("reserved_bytes")
+        if not step and not reserved:
+            raise ValueError(
+                f"--calibrate {path} holds no measurement: the run was too short. Train for ten steps or more."
+            )
+        return cls(
+            step_ratio=step / estimate["step_s"] if step and estimate.get("step_s") else None,
+            residual_bytes=reserved - estimate["reserved_bytes"]
+            if reserved and estimate.get("reserved_bytes")
+            else None,
+            source=str(path),
+        )
+
+    def apply(self, cluster: Cluster) -> Cluster:
+        """The cluster as the earlier run found it: its speed scaled, what estimates missed taken off the memory."""
+        if self.step_ratio is not None:
+            device = cluster.device
+            cluster = dataclasses.replace(
+                cluster, device=dataclasses.replace(device, efficiency=device.efficiency / self.step_ratio)
+            )
+        if self.residual_bytes is not None:
+            cluster = dataclasses.replace(cluster, device_memory_bytes=cluster.capacity_bytes - self.residual_bytes)
+        return cluster
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = []
+        if self.step_ratio is not None:
+            parts.append(f"steps took {self.step_ratio:.2f} times the estimate")
+        if self.residual_bytes is not None:
+            parts.append(f"the allocator held {self.residual_bytes / 2**20:+,.0f} MiB against the estimate")
+        return f"Calibrated by {self.source}: {', '.join(parts)}."
