@@ -11,9 +11,11 @@ from lightning_shard.hardware import Cluster, LinkProfile
 from lightning_shard.memory import Estimate
 from lightning_shard.planner import Decision, choose
 from lightning_shard.plans import Plan
+from lightning_shard.simulate import simulate_in_subprocess
+from lightning_shard.simulate.confirm import confirm
 from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 from lightning_shard.strategies.base import PlanStrategy
-from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory
+from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory, largest_batch
 
 
 class AutoShardStrategy(PlanStrategy):
@@ -80,7 +82,7 @@ class AutoShardStrategy(PlanStrategy):
             return self._fixed
         memory = self._smallest_device()
         train = self._train or describe_training(trainer, self._root, self._shard_precision.meaning.name)
-        self._decision = self._decide(train, memory)
+        self._decision = self._decide(trainer, train, memory)
         return self._decision.plan
 
     def _smallest_device(self) -> int:
@@ -91,7 +93,7 @@ class AutoShardStrategy(PlanStrategy):
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest.item())
 
-    def _decide(self, train: TrainSpec, memory: int) -> Decision:
+    def _decide(self, trainer: Trainer, train: TrainSpec, memory: int) -> Decision:
         """One answer for all ranks, or one error on all ranks."""
         answer: Decision | Exception | None = None
         if self.is_global_zero:
@@ -99,7 +101,9 @@ class AutoShardStrategy(PlanStrategy):
                 model = ModelSpec.from_module(self._root)
                 decision = choose(model, train, self._describe(memory), headroom=self._headroom, pin=self._pin)
                 if self._simulate:
-                    decision = confirm(decision, simulate_in_subprocess(self._root, train, decision.plan))
+                    batch = largest_batch(trainer, self._root)
+                    simulation = simulate_in_subprocess(self._root, train, decision.plan, batch=batch)
+                    decision = confirm(decision, simulation)
                 answer = decision
             except Exception as error:
                 answer = error
@@ -108,11 +112,6 @@ class AutoShardStrategy(PlanStrategy):
             raise answer
         assert answer is not None
         return self._require_fit(answer)
-
-    def _describe(self, memory: int) -> Cluster:
-        nodes, local = self.num_nodes, self.num_processes
-        cluster = self._cluster or describe_cluster(self.root_device, nodes, local, memory)
-        return cluster if self._links is None else self._links.apply(cluster)
 
     def _describe(self, memory: int) -> Cluster:
         nodes, local = self.num_nodes, self.num_processes

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,8 +29,8 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
     iterable data sets are left alone).
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
-    batch_size, length = _batch(train_loaders(trainer) if fitting else evaluation_loaders(trainer))
-    longest = next((n for n in map(_max_seq_len, (_datamodule(trainer), module)) if n), None)
+    batch_size, length, _ = _batch(trainer)
+    longest = _longest(trainer, module)
     optimizer, implementation = _optimizer(module, trainer) if fitting else (DEFAULT_OPTIMIZER, "loop")
     return TrainSpec(
         micro_batch_size=batch_size or 1,
@@ -39,7 +40,23 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
         optimizer=optimizer,
         optimizer_implementation=implementation,  # type: ignore[arg-type]
         attention=_attention(module),  # type: ignore[arg-type]
+        gradients_cleared="before_backward",  # as Lightning's closure does
     )
+
+
+def largest_batch(trainer: Trainer, module: LightningModule) -> Any:
+    """A batch as the loader makes it, its sequences repeated to the longest allowed length; None where unknown."""
+    _, length, rows = _batch(trainer)
+    longest = _longest(trainer, module)
+    if rows is None or not length or not longest or longest <= length:
+        return rows
+
+    def stretch(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != length:
+            return tensor
+        return torch.cat([tensor] * -(-longest // length), dim=1)[:, :longest]
+
+    return apply_to_collection(rows, Tensor, stretch)
 
 
 def free_device_memory(device: torch.device, num_local: int) -> int:
@@ -95,22 +112,27 @@ def _max_seq_len(owner: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _batch(loaders: Any) -> tuple[int | None, int | None]:
-    """Rows and tokens per row of one batch; None where they cannot be known without consuming data."""
-    loader = _first_loader(loaders)
+def _longest(trainer: Trainer, module: LightningModule) -> int | None:
+    return next((n for n in map(_max_seq_len, (_datamodule(trainer), module)) if n), None)
+
+
+def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
+    """Rows and tokens per row of one batch, and the batch; None where they cannot be known without consuming data."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    loader = _first_loader(train_loaders(trainer) if fitting else evaluation_loaders(trainer))
     if loader is None:
-        return None, None
+        return None, None, None
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         log.warning(
             "The length of an iterable data set is not known before it is read: planned for single tokens. Give the data "
             "module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
         )
-        return size, None
+        return size, None, None
     with isolate_rng():
         rows = _collated(loader, size)
     shape = _shape(rows)
-    return size or (shape[0] if shape else None), shape[1] if shape else None
+    return size or (shape[0] if shape else None), shape[1] if shape else None, rows
 
 
 def _collated(loader: "DataLoader[Any]", size: int | None) -> Any:
