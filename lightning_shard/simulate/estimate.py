@@ -9,8 +9,7 @@ from lightning_shard.simulate.result import Simulation
 TERMS: dict[str, tuple[str, ...]] = {
     "gathered_weights": ("gathered_weights", "gather_buffers"),
     "buffers": ("buffers", "batch"),
-    "forward": ("activations", "logits_and_loss"),
-    "backward": ("backward", "activation_gradients", "weight_gradients"),
+    "activations": ("activations", "logits_and_loss", "backward", "activation_gradients", "weight_gradients"),
 }
 """Groups of kinds and of analytic terms that hold the same bytes; every other name means the same in both."""
 
