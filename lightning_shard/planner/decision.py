@@ -23,8 +23,8 @@ class Rejected:
     device_bytes: int
     step_s: float
     reason: str
-    terms: dict[str, int] = field(default_factory=dict)
-    """Bytes by term at its peak."""
+    terms: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes by term at its peak, for pictures; not part of the JSON contract."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
@@ -33,7 +33,6 @@ class Rejected:
             "device_bytes": self.device_bytes,
             "step_s": self.step_s,
             "reason": self.reason,
-            "terms": self.terms,
         }
 
 

@@ -98,8 +98,9 @@ def test_for_people(spec_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "a100-80", "--pin", "tp"], "is not KEY=VALUE"),
         (["--device", "a100-80", "--pin", "tp=2"], "tp=2 cannot be weighed yet"),
         (["--device", "a100-80", "--dtype", "float3"], "dtype='float3' is not known"),
-        (["--device", "a100-80", "--simulate"], "--simulate is not available yet"),
-        (["--device", "a100-80", "--plot", "x.png"], "--plot is not available yet"),
+        (["--device", "a100-80", "--simulate"], "runs the model's own code"),
+        (["--device", "a100-80", "--links", "missing.json"], "is no link profile"),
+        (["--device", "a100-80", "--calibrate", "missing.json"], "is no file of ShardMonitor"),
     ],
 )
 def test_bad_input_is_exit_code_2_and_one_sentence(
