@@ -1,5 +1,6 @@
 """Every recipe and script under recipes/, and the Makefile, stay true to the code."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def test_the_command_starts_its_own_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("torch", "first"), [("cpu", True), ("newest", False)])
 def test_make_installs_torch_first_only_where_a_cpu_build_is_asked_for(torch: str, first: bool, tmp_path: Path) -> None:
     command = ["make", "-n", "quickstart", f"TORCH={torch}", f"VENV={tmp_path}/venv"]
-    steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")  # of the make that runs these tests
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment).stdout
     assert ("torch==2.13.0" in steps) is first
     assert steps.rstrip().endswith("lightning-shard finetune --config recipes/quickstart.yaml")
