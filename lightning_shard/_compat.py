@@ -8,7 +8,8 @@ Each private name carries the reason it is needed and when it can go.
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,9 @@ __all__ = [
     "at_end_of_backward",
     "compile_whole_blocks",
     "evaluation_loaders",
+    "fake_process_group",
     "fake_tensor_mode",
+    "forget_sharding",
     "fsdp_chunking",
     "fsdp_reset",
     "fsdp_root_init",
@@ -45,9 +48,9 @@ __all__ = [
     "is_fake",
     "is_peft_wrapper",
     "isolate_rng",
-    "mesh_coordinates",
+    "mesh_arithmetic",
+    "outside_modes",
     "sharding_arithmetic",
-    "start_fake_process_group",
     "train_loaders",
 ]
 
@@ -187,16 +190,42 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def start_fake_process_group(world_size: int) -> None:
-    """Make this process rank 0 of a default group whose collectives do nothing.
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """This process is rank 0 of a default group whose collectives do nothing; afterwards all is as before.
 
-    The backend registers itself when torch's own test module is imported; can go when importing
-    ``torch.distributed`` registers it.
+    A real default group is set aside meanwhile and not touched. The backend registers itself when torch's own
+    test module is imported, and torch has no public way to exchange the default group; can go when it does both.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    c10d = dist.distributed_c10d
+    world: Any = c10d._world
+    real, before, count, hook = world.default_pg, set(world.pg_names), world.group_count, sys.excepthook
+    method = c10d._default_pg_init_method
+    c10d._update_default_pg(None)
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        yield
+    finally:
+        made = [group for group in world.pg_names if group not in before]
+        c10d._update_default_pg(real)
+        for group in made:
+            dist.destroy_process_group(group)
+        world.group_count, sys.excepthook = count, hook  # the hook marks every later error with a rank
+        c10d._default_pg_init_method = method
+
+
+def forget_sharding() -> None:
+    """Empty DTensor's memory of how operators shard: its entries hold the mesh they were worked out on.
+
+    A later mesh of the same shape would be served the simulated one, whose groups are gone. Can go when the
+    memory does not outlive a mesh's groups.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 if TYPE_CHECKING:
@@ -249,11 +278,24 @@ def fsdp_chunking() -> tuple[tuple[Any, str], tuple[Any, str]]:
     return (_fsdp_param, "_chunk_with_empty"), (_fsdp_collectives, "torch")
 
 
-def mesh_coordinates() -> tuple[Any, str]:
-    """Where a device mesh looks up this rank's place, by searching a tensor of ranks.
+def mesh_arithmetic() -> tuple[tuple[Any, str], ...]:
+    """Where ranks are looked up or arranged as tensors, whose values a fake tensor does not have: this rank's
+    place in a mesh, and the smaller mesh of ``reshard_after_forward=n``.
 
-    Fake tensors cannot be searched. Can go when the mesh keeps its ranks as numbers.
+    Can go when meshes keep their ranks as numbers.
     """
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    return DeviceMesh, "_compute_coordinates_from_mesh"
+    return (DeviceMesh, "_compute_coordinates_from_mesh"), (_fully_shard, "_get_post_forward_mesh_info")
+
+
+def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, run without the dispatch modes in force (torch has a public way for functions of its own only)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            return function(*args, **kwargs)
+
+    return outside

@@ -1,4 +1,4 @@
-"""Simulate in a process of its own, for a process that is in a process group already."""
+"""Simulate in a process of its own, whose patches of torch nothing else can see."""
 
 import io
 import pickle
@@ -80,6 +80,6 @@ def _pickled(value: Any) -> bytes:
     if b"__main__" in buffer.getvalue():
         raise ValueError(
             "The model is defined in the script that runs, which another process cannot import. Move its class to a "
-            "module of its own, or simulate before the process group starts."
+            "module of its own, or call simulate, which runs in this process."
         )
     return buffer.getvalue()

@@ -21,7 +21,6 @@ from lightning_shard.simulate.step import ZeroGrad
 from lightning_shard.simulate.tracker import Tracker
 from lightning_shard.simulate.truncate import can_truncate, num_blocks, truncate
 from lightning_shard.simulate.user import without_logging
-from lightning_shard.simulate.world import require_no_group
 from lightning_shard.specs import Precision, TrainSpec
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,8 @@ def simulate(
 
     The step is the product's own: its ``parallelize``, the user's LightningModule (``configure_model``,
     ``training_step``, ``configure_optimizers``) where there is one, else a causal language model's loss and
-    torch's optimizer. No GPU is used, and no weights are read. Torch's global state is as before afterwards.
+    torch's optimizer. No GPU is used, and no weights are read. Torch's global state is as before afterwards;
+    a process group in use is set aside meanwhile, so one rank of a job can simulate while the others wait.
 
     Args:
         model: a folder with a ``config.json``, a hub id, a function that builds a module, or a live module.
@@ -70,9 +70,7 @@ def simulate(
 
     Raises:
         ValueError: for a plan, model or optimizer that cannot be simulated; says which and what to do.
-        RuntimeError: when a process group is initialised in this process.
     """
-    require_no_group()
     engine.require_supported(plan)
     start = time.monotonic()
     options = _Options(batch=batch, dtype=dtype, zero_grad=zero_grad, expandable_segments=expandable_segments)
@@ -89,7 +87,7 @@ def simulate(
         device_bytes=device_bytes(counted.reserved_bytes, plan.world_size),
         collectives=counted.collectives,
         guessed_branches=counted.guessed_branches,
-        not_modelled=_not_modelled(train, plan, counted.guessed_branches),
+        not_modelled=_not_modelled(train, plan, counted),
         depths=depths,
         num_blocks=counted.num_blocks,
         wall_s=time.monotonic() - start,
@@ -176,8 +174,9 @@ def _with_fixed_buckets(runnable: Runnable, plan: Plan) -> Plan:
     return dataclasses.replace(plan, bucket_cap_mb=tuned_bucket_bytes(trainable_bytes, plan.world_size) / MIB)
 
 
-def _not_modelled(train: TrainSpec, plan: Plan, guesses: int) -> tuple[str, ...]:
+def _not_modelled(train: TrainSpec, plan: Plan, counted: Counted) -> tuple[str, ...]:
     notes = ["workspaces inside kernels (attention's backward, convolutions), beyond one constant"]
+    guesses = counted.guessed_branches
     if guesses:
         notes.append(f"{guesses} values that decide a branch or a size were guessed: masks select everything")
     if plan.compile:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_shard._compat import mesh_coordinates, start_fake_process_group
+from lightning_shard._compat import fake_process_group, forget_sharding, mesh_arithmetic, outside_modes
 from lightning_shard.plans import Plan
 from lightning_shard.simulate.patches import patched
 
@@ -16,20 +16,21 @@ from lightning_shard.simulate.patches import patched
 def fake_world(plan: Plan) -> Iterator[DeviceMesh | None]:
     """A fake process group of the plan's size, and the mesh a sharded plan needs; gone afterwards.
 
-    Raises:
-        RuntimeError: when this process is in a real group already.
+    A process group in use is set aside meanwhile.
     """
-    require_no_group()
-    if plan.world_size == 1:
+    if plan.world_size == 1 and not dist.is_initialized():
         yield None
         return
-    start_fake_process_group(plan.world_size)
-    mesh, coordinates = mesh_coordinates()
-    try:
-        with patched(mesh, coordinates, staticmethod(_first)):
+    (mesh, coordinates), (owner, name) = mesh_arithmetic()
+    with (
+        fake_process_group(plan.world_size),
+        patched(mesh, coordinates, staticmethod(_first)),
+        patched(owner, name, outside_modes(getattr(owner, name))),
+    ):
+        try:
             yield _make_mesh(plan)
-    finally:
-        dist.destroy_process_group()
+        finally:
+            forget_sharding()
 
 
 def _first(ranks: Tensor, rank: int) -> tuple[int, ...]:

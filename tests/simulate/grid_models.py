@@ -7,6 +7,8 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3Config,
@@ -52,6 +54,21 @@ def llama_8b() -> nn.Module:
 def llama_70b() -> nn.Module:
     """Llama-3.1-70B."""
     return llama(8192, 28672, 80, 64, 8, 128256)
+
+
+def mistral_7b() -> nn.Module:
+    """Mistral-7B-v0.1."""
+    config = MistralConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        sliding_window=None,
+        use_cache=False,
+    )
+    return MistralForCausalLM(config)
 
 
 def qwen3() -> nn.Module:

@@ -1,6 +1,8 @@
 """One call simulates a plan: what it counts on a tiny Llama, worked out by hand."""
 
 import json
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +145,42 @@ def test_the_optimizers_temporaries_follow_its_implementation(implementation: st
         assert extra == pytest.approx(0 if implementation == "fused" else 2 * 4 * VOCABULARY * 32, abs=1024)
 
 
+def test_the_optimizers_shape_arithmetic_is_not_memory() -> None:
+    """DTensor works out results on whole shapes under the same fake mode; counted, that is four times the shards."""
+    step = simulate(tiny, TRAIN, Plan(dp_shard=4)).moments[-1].kinds
+    assert step["optimizer_step"] == pytest.approx(step["trained_weights"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dp_replicate": 2, "static_graph": True},
+        {"dp_replicate": 2, "bucket_cap_mb": 0.01},
+        {"dp_shard": 2, "prefetch": 2},
+        {"dp_shard": 4, "reshard_after_forward": 2},
+        {"dp_shard": 2, "resident_blocks": 2},
+        {"dp_shard": 2, "adapters": "replicated"},
+        {"dp_shard": 2, "activation_checkpoint": "selective"},
+        {"dp_replicate": 2, "activation_checkpoint": "full", "activation_checkpoint_blocks": 1},
+        {"dp_shard": 2, "compile": True},
+    ],
+    ids=str,
+)
+def test_everything_a_plan_can_ask_for_runs(changes: dict[str, Any]) -> None:
+    plan, train = Plan(**changes), TrainSpec(seq_len=16, adapter=LORA)
+    result = simulate(tiny, train, plan)
+    assert result.plan == plan
+    assert sum(result.kinds.values()) == result.allocated_bytes
+    assert result.count("all_reduce") + result.count("reduce_scatter") > 0
+
+
+def test_replicated_adapters_keep_their_gradients_in_one_buffer() -> None:
+    train = TrainSpec(seq_len=16, adapter=LORA)
+    step = simulate(tiny, train, Plan(dp_shard=2, adapters="replicated")).moments[-1].kinds
+    gradients = 4 * num_parameters(trained=True, adapter=True)
+    assert gradients <= step["gradients"] <= gradients + 1024  # one number more for each parameter
+
+
 def test_the_figures_survive_json() -> None:
     result = simulate(tiny, TRAIN, Plan(dp_shard=2))
     assert Simulation.from_dict(json.loads(json.dumps(result.to_dict()))) == result
@@ -158,6 +196,7 @@ def test_torch_is_left_as_it_was() -> None:
             torch.get_rng_state().tolist(),
             torch.cpu.current_stream(),
             torch.is_grad_enabled(),
+            sys.excepthook,
         )
 
     before = state()
@@ -182,11 +221,19 @@ def test_torch_is_left_as_it_was_after_a_failure() -> None:
     assert type(torch.zeros(1)) is torch.Tensor
 
 
-def test_a_process_group_in_use_is_refused(tmp_path: object) -> None:
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp_replicate=4), Plan(dp_shard=4), Plan(dp_shard=2, dp_replicate=2)])
+def test_a_process_group_in_use_is_set_aside(plan: Plan) -> None:
+    expected = simulate(tiny, TRAIN, plan)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match="process group of 1 ranks is initialised.*simulate_in_subprocess"):
-            simulate(tiny, TRAIN, Plan())
+        group = dist.group.WORLD
+        assert simulate(tiny, TRAIN, plan).moments == expected.moments
+        assert dist.group.WORLD is group
+        assert dist.get_backend() == "gloo"
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [1, 1, 1]
+        dist.new_group([0])
     finally:
         dist.destroy_process_group()
 
