@@ -23,6 +23,7 @@ from lightning_shard.testing import run_ranks
 PLANS = {
     "ddp": Plan(dp_replicate=2),
     "fsdp2": Plan(dp_shard=2),
+    "half-resident": Plan(dp_shard=2, resident_blocks=2),
     "fsdp2-kept": Plan(dp_shard=2, reshard_after_forward=False),
     "recompute": Plan(dp_shard=2, activation_checkpoint="full"),
     "ddp-recompute": Plan(dp_replicate=2, activation_checkpoint="full"),
@@ -43,7 +44,7 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
             batch=lambda: token_batch(train),
             optimizers=lambda laid_out: [make_optimizer(laid_out.parameters(), train)],
             accumulate=train.accumulate,
-            zero_grad="before_backward",
+            zero_grad=train.gradients_cleared,
             fake=False,
         )
     peak = max(tracker.peaks.values(), key=lambda moment: moment.allocated_bytes)
@@ -59,7 +60,14 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
 @pytest.mark.parametrize("adapter", [None, AdapterSpec(r=4, dropout=0.1)], ids=["full", "lora"])
 @pytest.mark.parametrize("name", PLANS)
 def test_simulated_bytes_are_those_of_a_real_step(name: str, adapter: AdapterSpec | None, precision: str) -> None:
-    train = TrainSpec(micro_batch_size=2, seq_len=48, adapter=adapter, precision=precision, accumulate=2)
+    train = TrainSpec(
+        micro_batch_size=2,
+        seq_len=48,
+        adapter=adapter,
+        precision=precision,
+        accumulate=2,
+        gradients_cleared="before_backward",
+    )
     real = run_ranks(2, real_step, PLANS[name], train)[0]
     simulated = simulate(lambda: make_llama(hidden_size=64, intermediate_size=160, vocab_size=256), train, PLANS[name])
     assert simulated.allocated_bytes == pytest.approx(real["allocated_bytes"], rel=0.03)
