@@ -22,8 +22,8 @@ def agree_on_start(module: nn.Module, device: torch.device) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     tensors = _plain_tensors(module)
-    mine = {name: (tuple(t.shape), str(t.dtype), _fingerprint(t)) for name, t in tensors.items()}
-    all_ranks: list[dict[str, tuple[tuple[int, ...], str, str]]] = [{} for _ in range(dist.get_world_size())]
+    mine = {name: (_describe(t), _fingerprint(t)) for name, t in tensors.items()}
+    all_ranks: list[dict[str, tuple[str, str]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_ranks, mine)
     _require_same_tensors(all_ranks)
     sent = 0
@@ -32,6 +32,11 @@ def agree_on_start(module: nn.Module, device: torch.device) -> int:
             _receive(tensor, device)
             sent += tensor.numel() * tensor.element_size()
     return sent
+
+
+def _describe(tensor: Tensor) -> str:
+    trains = ", trains" if tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trains}"
 
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -54,14 +59,23 @@ def _receive(tensor: Tensor, device: torch.device) -> None:
         tensor.detach().copy_(buffer)
 
 
-def _require_same_tensors(all_ranks: list[dict[str, tuple[tuple[int, ...], str, str]]]) -> None:
-    shapes = [{name: value[:2] for name, value in rank.items()} for rank in all_ranks]
-    for rank, other in enumerate(shapes):
-        if other != shapes[0]:
-            names = sorted({n for n in {**other, **shapes[0]} if other.get(n) != shapes[0].get(n)})
+def _require_same_tensors(all_ranks: list[dict[str, tuple[str, str]]]) -> None:
+    """Raise unless all ranks registered the same tensors, in the same order: collectives pair them by position."""
+    told = [[(name, value[0]) for name, value in rank.items()] for rank in all_ranks]
+    for rank, other in enumerate(told):
+        if other == told[0]:
+            continue
+        ours, theirs = dict(told[0]), dict(other)
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if not names:
+            first = next(b[0] for a, b in zip(told[0], other, strict=True) if a != b)
             raise RuntimeError(
-                f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in "
-                f"name, shape or type, the first is {names[0]!r} (rank 0: {shapes[0].get(names[0])}, rank {rank}: "
-                f"{other.get(names[0])}). Every rank must build the same module: do not let the rank decide "
-                "sizes or layers."
+                f"Rank {rank} registered its parameters in another order than rank 0, from {first!r} on: gradients would be "
+                "averaged with those of other parameters. Build modules in one order; do not iterate over a set."
             )
+        raise RuntimeError(
+            f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in name, shape, "
+            f"type or whether they train, the first is {names[0]!r} (rank 0: {ours.get(names[0])}, rank {rank}: "
+            f"{theirs.get(names[0])}). Every rank must build the same module: do not let the rank decide sizes, layers or "
+            "what is frozen."
+        )

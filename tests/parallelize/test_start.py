@@ -42,6 +42,26 @@ def test_ranks_that_built_different_modules_are_told() -> None:
         run_ranks(2, build_by_rank)
 
 
+def build_in_another_order() -> None:
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
+    agree_on_start(nn.ModuleDict({name: layers[name] for name in names}), CPU)
+
+
+def freeze_by_rank() -> None:
+    agree_on_start(nn.Linear(4, 4).requires_grad_(dist.get_rank() == 0), CPU)
+
+
+def test_ranks_that_registered_in_another_order_are_told() -> None:
+    with pytest.raises(RankError, match="another order than rank 0, from 'b.weight' on"):
+        run_ranks(2, build_in_another_order)
+
+
+def test_ranks_that_froze_other_parts_are_told() -> None:
+    with pytest.raises(RankError, match=r"rank 0: \(4, 4\) float32, trains, rank 1: \(4, 4\) float32\)"):
+        run_ranks(2, freeze_by_rank)
+
+
 def on_meta(**lora_options: object) -> nn.Module:
     with torch.device("meta"):
         return lora(LlamaForCausalLM(llama_config(tied=True)), r=4, **lora_options)  # type: ignore[arg-type]
