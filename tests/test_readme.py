@@ -64,3 +64,11 @@ def test_the_first_commands_are_targets_of_the_makefile() -> None:
 def test_files_it_points_to_exist() -> None:
     named = re.findall(r"(?:recipes|docs|tests)/[\w./-]+\w", README)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_test_that_contributors_are_shown_passes(tmp_path: Path) -> None:
+    shown = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "test_shown.py").write_text("\n".join(shown))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "1 passed" in result.stdout, result.stdout

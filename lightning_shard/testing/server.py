@@ -7,6 +7,7 @@ Started by :mod:`lightning_shard.testing.pool` as ``python -m lightning_shard.te
 """
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -28,6 +29,7 @@ PRELOADED = (
     "lightning.pytorch.demos.boring_classes",
     "transformers.models.llama.modeling_llama",
     "peft",
+    "lightning_shard.strategies",
 )
 GRACE_S = 1.0
 """How long the other ranks may still write down their own failure after the first one."""
@@ -51,6 +53,7 @@ def _preload() -> None:
     import torch
 
     torch.compiler.reset()  # loads Dynamo, which every optimizer step asks for
+    gc.freeze()  # a collection in a rank would copy every page it looks at
 
 
 def _rewrite_asserts() -> None:
