@@ -40,6 +40,7 @@ __all__ = [
     "fake_tensor_mode",
     "forget_sharding",
     "fsdp_chunking",
+    "fsdp_reduce_unused",
     "fsdp_reset",
     "fsdp_root_init",
     "fsdp_transfers",
@@ -122,6 +123,18 @@ def fsdp_root_init(root: FSDPModule) -> None:
     there is no public way to name the root; can go when torch has one.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def fsdp_reduce_unused(root: nn.Module) -> None:
+    """Reduce a parameter that some rank did not use as zero there, so that all ranks reduce the same tensors.
+
+    Without it FSDP2 pairs the gradients of different parameters when ranks use different ones. Public from torch 2.13;
+    goes when the floor is there.
+    """
+    for module in root.modules():
+        switch: Callable[[bool], None] | None = getattr(module, "set_reduce_scatter_unused_params", None)
+        if isinstance(module, FSDPModule) and switch is not None:
+            switch(True)
 
 
 def fsdp_watch_loss(root: FSDPModule, loss: torch.Tensor) -> None:

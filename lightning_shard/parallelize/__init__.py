@@ -50,6 +50,8 @@ class Parallelized:
     """The cast of everything outside the units: the step methods run inside it."""
     replicated: FlatGradients | None = None
     """Averages the gradients of what trains outside FSDP in a sharded plan."""
+    storage: Storage = field(default_factory=Storage)
+    """In which type each parameter was loaded and computes."""
     sent_bytes: int = 0
     """What had to travel so that all ranks start alike."""
     hooks: list[Any] = field(default_factory=list)
@@ -83,8 +85,7 @@ class Parallelized:
         """Take the hooks off a replicated module, so that another plan can be applied."""
         for hook in self.hooks:
             hook.remove()
-        for _, block in self.units.blocks:
-            block.__dict__.pop("forward", None)
+        self.units.restore_forwards()
 
 
 def parallelize(
@@ -95,6 +96,7 @@ def parallelize(
     device: torch.device,
     mesh: DeviceMesh | None = None,
     seed: int = 0,
+    before: "Parallelized | None" = None,
     forward_methods: tuple[str, ...] = (),
 ) -> Parallelized:
     """Lay ``module`` out over ``mesh`` as ``plan`` says, in place.
@@ -105,6 +107,7 @@ def parallelize(
         precision: in which types to store, compute and reduce.
         device: where this rank computes.
         mesh: axes ``dp_replicate``, ``dp_shard`` and ``tp``; needed when the plan shards.
+        before: an earlier, replicated layout of the same module, which is taken off.
         seed: what meta tensors are initialised from.
         forward_methods: methods besides the step methods that compute with the root's own weights.
 
@@ -113,8 +116,10 @@ def parallelize(
         RuntimeError: on all ranks when they built different modules.
     """
     require_supported(plan)
+    if before is not None:
+        before.undo()
     units = find_units(module)
-    storage = store(module, precision)
+    storage = store(module, precision, None if before is None else before.storage)
     materializer = Materializer(module, seed)
     sent_bytes = agree_on_start(module, device)
     uncovered, replicated = storage.compute_dtypes, None
@@ -122,12 +127,12 @@ def parallelize(
         assert mesh is not None
         tensor_parallel = TensorParallel(module, mesh["tp"]) if plan.tp > 1 else None
 
-        def before(unit: nn.Module) -> None:
+        def prepare(unit: nn.Module) -> None:
             materializer.materialize(unit)
             if tensor_parallel is not None:
                 tensor_parallel.apply(unit)
 
-        whole = shard(units, plan, mesh, precision, before, forward_methods)
+        whole = shard(units, plan, mesh, precision, prepare, forward_methods)
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
@@ -140,7 +145,7 @@ def parallelize(
     checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
     if plan.compile:
         compile_blocks(units)
-    return Parallelized(module, plan, precision, units, casts[module], replicated, sent_bytes, hooks)
+    return Parallelized(module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks)
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:

@@ -74,7 +74,8 @@ def _local_power(group: list[Tensor], norm_type: float) -> Tensor:
     parts = [part for grad in group if (part := local(grad)).numel()]  # a rank may hold an empty shard
     if not parts:
         return torch.zeros((), device=local(group[0]).device)
-    norms = torch.stack([n.to(parts[0].device) for n in torch._foreach_norm(parts, norm_type, dtype=torch.float32)])
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)  # narrow gradients are summed in FP32
+    norms = torch.stack([n.to(parts[0].device) for n in torch._foreach_norm(parts, norm_type, dtype=dtype)])
     return norms.max() if norm_type == torch.inf else (norms**norm_type).sum()
 
 

@@ -10,4 +10,5 @@ def compile_blocks(units: Units) -> None:
     """Compile every block's forward. Outside checkpointing (the compiler sees it), inside FSDP's hooks."""
     compile_whole_blocks()
     for _, block in units.blocks:
+        units.remember_forward(block)
         block.forward = torch.compile(block.forward)

@@ -43,6 +43,7 @@ def checkpoint_activations(units: Units, plan: Plan, casts: dict[nn.Module, Comp
     """
     context_fn = _selective_contexts if plan.activation_checkpoint == "selective" else None
     for block in recomputing_blocks(units, plan):
+        units.remember_forward(block)
         block.forward = _recomputing(block.forward, casts.get(block), context_fn)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_shard._compat import fsdp_root_init
+from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
 from lightning_shard.parallelize.cast import cast_tensors
 from lightning_shard.parallelize.storage import to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
@@ -59,7 +59,7 @@ def shard(
     if plan.offload == "all":
         common["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     resident = resident_units(plan, units)
-    whole: set[nn.Parameter] = set()
+    whole = unshardable(units)
     for name, unit in units.all():
         if isinstance(unit, FSDPModule):
             continue  # the user sharded it
@@ -71,12 +71,13 @@ def shard(
         reshard = False if keep else plan.reshard_after_forward
         fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole, **common)
     for _, unit in units.embeddings:
-        if isinstance(unit, FSDPModule):
+        if isinstance(unit, FSDPModule) and isinstance(unit, nn.Embedding):
             unit.set_unshard_in_backward(False)  # the gradient of a look-up does not need the table
     before(units.root)
     whole |= kept_whole(units.root, plan, resident="" in resident)
     if not isinstance(units.root, FSDPModule):
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
+    fsdp_reduce_unused(units.root)
     _prefetch(units, plan.prefetch)
     _open_root(units.root, policy.param_dtype, forward_methods)
     return whole
@@ -100,6 +101,23 @@ def resident_units(plan: Plan, units: Units) -> set[str]:
     if names and plan.resident_blocks >= len(names):
         return {*(name for name, _ in units.all()), ""}
     return set(names[len(names) - plan.resident_blocks :])
+
+
+def unshardable(units: Units) -> set[nn.Parameter]:
+    """Parameters no group can hold: scalars, empty and complex ones, and those that several units share."""
+    odd = {p for p in units.root.parameters() if p.dim() == 0 or p.numel() == 0 or p.is_complex()}
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside: set[int] = set()
+    for index, (_, unit) in enumerate(units.all()):
+        inside.update(id(module) for module in unit.modules())
+        for parameter in unit.parameters():
+            owners.setdefault(parameter, set()).add(index)
+    for module in units.root.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(parameter, set()).add(-1)
+    shared = {parameter for parameter, indices in owners.items() if len(indices) > 1}
+    return {p for p in odd | shared if not isinstance(p, DTensor)}
 
 
 def kept_whole(unit: nn.Module, plan: Plan, *, resident: bool) -> set[nn.Parameter]:

@@ -1,6 +1,6 @@
 """In which type a parameter is stored, and in which it computes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -21,34 +21,38 @@ def to_dtype(name: str | None) -> torch.dtype | None:
 class Storage:
     """What :func:`store` changed: parameters whose products run in another type than they are stored in."""
 
-    compute_dtypes: dict[nn.Parameter, torch.dtype]
+    compute_dtypes: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
     """Parameter -> type it computes in, for every parameter where the two differ."""
+    loaded_dtypes: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
+    """Parameter -> type it had before anything was changed."""
 
 
-def store(module: nn.Module, precision: Precision) -> Storage:
+def store(module: nn.Module, precision: Precision, earlier: Storage | None = None) -> Storage:
     """Give every floating parameter its stored type, in place, and say in which type it computes.
 
     What trains is kept in the master type (FP32: smaller updates would be lost to rounding). What is
     frozen never changes, so it needs no master and is kept in the compute type under ``bf16-true``.
-    Buffers keep their type: rotary frequencies in bf16 are wrong frequencies.
+    Buffers keep their type: rotary frequencies in bf16 are wrong frequencies. ``earlier`` is what a previous layout
+    of the same module changed: the types it was loaded in decide, not those that were left behind.
     """
     master, frozen = to_dtype(precision.master_dtype), to_dtype(precision.frozen_dtype)
     compute = to_dtype(precision.compute_dtype) if precision.frozen_dtype else None
     compute_dtypes: dict[nn.Parameter, torch.dtype] = {}
+    loaded_dtypes = dict(earlier.loaded_dtypes) if earlier is not None else {}
     assert master is not None
     for parameter in unique_parameters(module):
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             continue  # quantised storage is the quantiser's business
-        loaded_as = parameter.dtype
+        loaded_as = loaded_dtypes.setdefault(parameter, parameter.dtype)
         if parameter.requires_grad:
             if loaded_as.itemsize < master.itemsize or compute is not None:
                 _cast(parameter, master)
             wanted = compute or loaded_as
-            if wanted != parameter.dtype:
+            if wanted.itemsize < parameter.dtype.itemsize and wanted.itemsize == 2:
                 compute_dtypes[parameter] = wanted
         elif frozen is not None:
             _cast(parameter, frozen)
-    return Storage(compute_dtypes)
+    return Storage(compute_dtypes, loaded_dtypes)
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +27,19 @@ class Units:
     """Large look-up tables outside the blocks: their gradient does not need their weight."""
     heads: list[tuple[str, nn.Module]] = field(default_factory=list)
     """Large layers after the blocks: used at once in backward, so kept between the two passes."""
+    _forwards: dict[nn.Module, Any] = field(default_factory=dict)
+
+    def remember_forward(self, block: nn.Module) -> None:
+        """Before a block's forward is replaced: note what stood there, the user's own or nothing."""
+        self._forwards.setdefault(block, block.__dict__.get("forward"))
+
+    def restore_forwards(self) -> None:
+        """Give every block back the forward it had."""
+        for block, forward in self._forwards.items():
+            block.__dict__.pop("forward", None)
+            if forward is not None:
+                block.__dict__["forward"] = forward
+        self._forwards.clear()
 
     def all(self) -> Iterator[tuple[str, nn.Module]]:
         """Every unit below the root, inner ones before the root."""

@@ -52,6 +52,8 @@ class AutoShardStrategy(PlanStrategy):
         super().__init__(**lightning)
         if not 0 <= headroom < 1:
             raise ValueError(f"headroom={headroom} is a share of the device's memory: give 0 or more and less than 1.")
+        if device_memory is not None and (not isinstance(device_memory, int) or device_memory <= 0):
+            raise ValueError(f"device_memory={device_memory!r} is a number of bytes: give 1 or more, or leave it out.")
         self._headroom = headroom
         self._fixed = plan
         self._pin = dict(pin or {})

@@ -19,6 +19,7 @@ from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, u
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.checks import (
+    require_known_options,
     require_manual_backward,
     require_optimizers_over_module,
     require_supported_precision,
@@ -54,6 +55,7 @@ class PlanStrategy(PortableStateStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         **ddp: Any,
     ) -> None:
+        require_known_options(type(self).__name__, ddp)
         ddp.setdefault("gradient_as_bucket_view", True)
         ddp.setdefault("find_unused_parameters", False)
         super().__init__(timeout=timeout, **ddp)
@@ -147,8 +149,6 @@ class PlanStrategy(PortableStateStrategy):
         plan = self.choose_plan(trainer)
         plan.require_world_size(self.world_size)
         require_supported_precision(plan, precision)
-        if before is not None:
-            before.undo()
         layout = parallelize(
             root,
             plan,
@@ -156,6 +156,7 @@ class PlanStrategy(PortableStateStrategy):
             device=self.root_device,
             mesh=self._make_mesh(plan),
             seed=self.broadcast(torch.initial_seed()),
+            before=before,
             forward_methods=self._forward_methods,
         )
         root.__dict__[_LAID_OUT] = layout

@@ -1,13 +1,31 @@
 """Faults that would train wrong numbers, found before they do."""
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_shard._compat import DDPStrategy
 from lightning_shard.plans import Plan
 from lightning_shard.specs import Precision
+
+
+def require_known_options(name: str, options: Mapping[str, object]) -> None:
+    """Raise TypeError for an option that neither Lightning's DDPStrategy nor torch's DistributedDataParallel takes."""
+    classes = (DDPStrategy, DistributedDataParallel)
+    known = {option for cls in classes for option in inspect.signature(cls.__init__).parameters}
+    known -= {"self", "module", "kwargs"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(
+            f"{name} has no option {', '.join(map(repr, unknown))}.{hint} Besides its own it takes those of Lightning's "
+            f"DDPStrategy and torch's DistributedDataParallel: {', '.join(sorted(known))}."
+        )
 
 
 def require_trainable(module: nn.Module) -> None:

@@ -29,9 +29,10 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
     iterable data sets are left alone).
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
-    batch_size, length, _ = _batch(trainer)
-    longest = _longest(trainer, module)
-    optimizer, implementation = _optimizer(module, trainer) if fitting else (DEFAULT_OPTIMIZER, "loop")
+    with isolate_rng():
+        batch_size, length, _ = _batch(trainer)
+        longest = _longest(trainer, module)
+        optimizer, implementation = _optimizer(module, trainer) if fitting else (DEFAULT_OPTIMIZER, "loop")
     return TrainSpec(
         micro_batch_size=batch_size or 1,
         seq_len=longest or length or 1,
@@ -46,7 +47,8 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
 
 def largest_batch(trainer: Trainer, module: LightningModule) -> Any:
     """A batch as the loader makes it, its sequences repeated to the longest allowed length; None where unknown."""
-    _, length, rows = _batch(trainer)
+    with isolate_rng():
+        _, length, rows = _batch(trainer)
     longest = _longest(trainer, module)
     if rows is None or not length or not longest or longest <= length:
         return rows
@@ -129,8 +131,7 @@ def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
             "module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
         )
         return size, None, None
-    with isolate_rng():
-        rows = _collated(loader, size)
+    rows = _collated(loader, size)
     shape = _shape(rows)
     return size or (shape[0] if shape else None), shape[1] if shape else None, rows
 

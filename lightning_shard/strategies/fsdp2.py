@@ -44,6 +44,8 @@ class FSDP2Strategy(PlanStrategy):
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
+        if dp_shard is not None and dp_shard < 1:
+            raise ValueError(f"dp_shard={dp_shard} must be 1 or more: the ranks that share one copy.")
         self._fixed = plan
         self._dp_shard = dp_shard
         self._tp = tp

@@ -152,11 +152,10 @@ def test_any_module_keeps_its_numbers(strategy: str, make: Any) -> None:
 
 
 SHARDED = ["fsdp2-2", "fsdp2-4", "auto-sharded-2"]
-NO_SCALARS = pytest.mark.xfail(reason="torch shards no scalar, and the engine does not keep it whole", strict=True)
 
 
 @pytest.mark.parametrize("make", [Scaled, ScalarInBlocks])
-@pytest.mark.parametrize("strategy", ["ddp-2", "auto-2", *(pytest.param(name, marks=NO_SCALARS) for name in SHARDED)])
+@pytest.mark.parametrize("strategy", ["ddp-2", "auto-2", *SHARDED])
 def test_scalars_keep_their_numbers(strategy: str, make: Any) -> None:
     assert_module_keeps_its_numbers(make, *STRATEGIES[strategy])
 
