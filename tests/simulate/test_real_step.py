@@ -47,11 +47,10 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
             zero_grad=train.gradients_cleared,
             fake=False,
         )
-    peak = max(tracker.peaks.values(), key=lambda moment: moment.allocated_bytes)
     return {
-        "allocated_bytes": peak.allocated_bytes,
+        "allocated_bytes": max(moment.allocated_bytes for moment in tracker.peaks.values()),
         "moments": {name: moment.allocated_bytes for name, moment in tracker.peaks.items() if name != "setup"},
-        "kinds": peak.kinds,
+        "kinds": {name: moment.kinds for name, moment in tracker.peaks.items()},
         "collectives": summarise(tracker.collectives),
     }
 
@@ -71,7 +70,10 @@ def test_simulated_bytes_are_those_of_a_real_step(name: str, adapter: AdapterSpe
     real = run_ranks(2, real_step, PLANS[name], train)[0]
     simulated = simulate(lambda: make_llama(hidden_size=64, intermediate_size=160, vocab_size=256), train, PLANS[name])
     assert simulated.allocated_bytes == pytest.approx(real["allocated_bytes"], rel=0.03)
-    assert simulated.kinds == pytest.approx(real["kinds"], rel=0.03)
+    # At the simulated peak's moment: a collective's thread may let go of a buffer late in a real run, by which another
+    # moment of nearly the same size becomes its peak.
+    peak = max(simulated.moments, key=lambda moment: moment.allocated_bytes)
+    assert peak.kinds == simulated.kinds == pytest.approx(real["kinds"][peak.name], rel=0.03)
     moments = {moment.name: moment.allocated_bytes for moment in simulated.moments}
     assert moments == pytest.approx(real["moments"], rel=0.03)
     assert simulated.collectives == real["collectives"]
