@@ -13,9 +13,20 @@ PUBLIC_NAMES = lightning_shard._ROOMS
 
 DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "planner")
 """Each may import those before it; none loads torch or Lightning when it is imported."""
-ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "callbacks", "strategies")
+ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "strategies")
 """Each may import those before it, so that no strategy can quietly plan again."""
-SEE_BOTH = ("simulate", "strategies/facts", "strategies/auto", "simulate", "probe", "doctor", "finetune", "cli")
+SEE_BOTH = (
+    "simulate",
+    "strategies/facts",
+    "strategies/auto",
+    "simulate",
+    "probe",
+    "callbacks",
+    "doctor",
+    "report",
+    "finetune",
+    "cli",
+)
 """Where the two arms meet: each may import everything but those after it and ``testing``."""
 TESTING = ("_compat", "plans", "blocks", "specs")
 """What ``testing`` may import: it helps authors of any strategy, not of these alone."""

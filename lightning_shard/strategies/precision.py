@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,6 +23,8 @@ class ShardAwarePrecision(PrecisionPlugin):
     """What the four plugins share. ``parallelize`` sets the parameters' types, so nothing is converted here."""
 
     meaning: Precision = find_precision("32-true")
+    last_norm: Tensor | None = None
+    """Of all gradients, before the latest clipping by norm."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -30,7 +32,7 @@ class ShardAwarePrecision(PrecisionPlugin):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_norm(self.main_params(optimizer), float(clip_val))
+        self.last_norm = clip_by_norm(self.main_params(optimizer), float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
