@@ -54,6 +54,7 @@ __all__ = [
     "outside_modes",
     "profiler_is_running",
     "quiet_profiler",
+    "rank_zero_info",
     "sharding_arithmetic",
     "train_loaders",
 ]
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import rank_zero_info
     from lightning.pytorch.utilities.seed import isolate_rng
 else:
     Callback = importlib.import_module(NAMESPACE).Callback
@@ -97,6 +99,7 @@ else:
     Precision = _lightning("plugins.precision").Precision
     DDPStrategy = _lightning("strategies").DDPStrategy
     TrainerFn = _lightning("trainer.states").TrainerFn
+    rank_zero_info = _lightning("utilities").rank_zero_info
     isolate_rng = _lightning("utilities.seed").isolate_rng
 
 

@@ -1,6 +1,5 @@
 """ShardMonitor: what the plan promised against what the run measured."""
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard._compat import Callback, LightningModule, Trainer, TrainerFn
+from lightning_shard._compat import Callback, LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_shard.callbacks.across_ranks import gather, largest, straggler
 from lightning_shard.callbacks.batch_size import Work
 from lightning_shard.callbacks.clock import StepClock, percentile
@@ -20,8 +19,6 @@ from lightning_shard.callbacks.measured_memory import at_rest, compare, peaks
 from lightning_shard.callbacks.run_record import FILE_NAME, RunRecord
 from lightning_shard.callbacks.summary import summarize
 from lightning_shard.callbacks.window import Communication, ProfilerWindow
-
-log = logging.getLogger(__name__)
 
 LOSSES = ("train_loss", "train/loss", "loss")
 """Names under which modules log their training loss; the step's output where none is there."""
@@ -178,7 +175,7 @@ class ShardMonitor(Callback):
             self._log(trainer, self._flush(trainer, module))
             self._interrupted = True
         if first:
-            log.info("ShardMonitor: %s", summarize(self.record.measured, self.record.estimate or {}))
+            rank_zero_info(f"ShardMonitor: {summarize(self.record.measured, self.record.estimate or {})}")
         if first or profiled:
             self._write(trainer)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from typing_extensions import override
 
 import lightning_shard  # noqa: F401 - registers the strategies' names
+from lightning_shard.callbacks import ShardMonitor
 from lightning_shard.cli.render import describe, print_decision
 from lightning_shard.finetune.checks import num_devices, prepare, require_strategy
 from lightning_shard.finetune.data import InstructionData
@@ -75,7 +76,7 @@ class RecipeCLI(LightningCLI):
             trainer.enable_progress_bar = trainer.enable_model_summary = False
         show = show_nothing if self.config.json else show_start
         self.report = FinetuneReport(Path(trainer.default_root_dir), show)
-        self.trainer_defaults["callbacks"] = [self.report]
+        self.trainer_defaults["callbacks"] = [self.report, ShardMonitor()]
 
 
 def run(cli: RecipeCLI) -> Outcome:

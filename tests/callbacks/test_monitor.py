@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers.llama import TinyLlama, make_tokens
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_shard._compat import DispatchMode
 from lightning_shard.callbacks import ShardMonitor
@@ -127,8 +128,9 @@ def test_nothing_is_read_from_the_device_between_logs(tmp_path: Path) -> None:
     monitor = ShardMonitor(str(tmp_path / "m.json"), warm_up=1, report_after=50, profile_every=0)
     counting = MonitorsReads(monitor)
     batches = [{"input_ids": batch[0], "attention_mask": torch.ones_like(batch[0])} for batch in make_tokens(0, 1)]
+    data: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     trainer = Trainer(**QUIET, devices=1, max_steps=8, callbacks=[counting], log_every_n_steps=50)  # type: ignore[arg-type]
-    trainer.fit(Masked("lora"), batches)
+    trainer.fit(Masked("lora"), data)
     assert counting.reads.num_reads == 0
     monitor._flush(trainer, trainer.lightning_module)
     assert monitor.record.ranks[0]["tokens"] == 7 * TOKENS_PER_STEP  # without the warm-up step
