@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "compile": (True, False),
     "defer_gradient_sync": (True, False),
     "static_graph": (True, False),
+    "torch_ddp": (True, False),
 }
 
 
@@ -56,9 +57,12 @@ class Plan:
     """While accumulating, reduce sharded gradients only at the last micro-batch: less traffic, but
     whole gradients are held meanwhile. Replicated plans always defer: it costs them nothing."""
     bucket_cap_mb: float | None = None
-    """MiB of gradients per DDP all-reduce; None sizes it by :func:`tuned_bucket_bytes`."""
+    """MiB of gradients per all-reduce of a replicated plan; None sizes it by :func:`tuned_bucket_bytes`."""
+    torch_ddp: bool = False
+    """Wrap a replicated module in torch's DistributedDataParallel, for its options and hooks. Otherwise
+    gradients are views of flat buffers that the engine reduces without copies."""
     static_graph: bool = False
-    """Tell DDP that every step uses the same parameters in the same order."""
+    """Tell torch's DDP, which then carries the plan out, that every step uses the same parameters in the same order."""
     prefetch: int = 1
     """How many sharded blocks are gathered ahead of the one that computes."""
 
@@ -104,6 +108,11 @@ class Plan:
         """Which of the two engines carries the plan out."""
         return "fsdp2" if self.dp_shard > 1 or self.tp > 1 else "ddp"
 
+    @property
+    def flat_gradients(self) -> bool:
+        """Whether replicas average their gradients in flat buffers rather than through torch's DDP."""
+        return self.strategy == "ddp" and self.dp_replicate > 1 and not self.torch_ddp and not self.static_graph
+
     def require_world_size(self, world_size: int) -> None:
         """Raise unless the plan is for exactly this many ranks.
 
@@ -148,7 +157,7 @@ class Plan:
 
 
 def tuned_bucket_bytes(trainable_bytes: int, world_size: int) -> int:
-    """Bytes of gradients per DDP all-reduce, from what is trained and the world size.
+    """Bytes of gradients per all-reduce of replicas, from what is trained and the world size.
 
     Two pulls: a bucket should be large enough that the 2(N-1) hops of a ring all-reduce are paid by
     bandwidth, not latency (1 MiB per hop of a ring, up to 25 MiB on small worlds and 100 MiB on large

@@ -52,8 +52,13 @@ class Situation:
 
     @property
     def buckets(self) -> bool:
-        """Whether DDP holds gradients in buckets."""
+        """Whether replicas hold gradients in buffers that are reduced: torch's DDP buckets, or flat ones."""
         return not self.sharded and self.plan.dp_replicate > 1
+
+    @property
+    def torch_ddp(self) -> bool:
+        """Whether those buffers are DDP's."""
+        return self.buckets and not self.plan.flat_gradients
 
     @property
     def defers(self) -> bool:

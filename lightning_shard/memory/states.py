@@ -56,10 +56,10 @@ def gradients(s: Situation, moment: Moment) -> int:
 
 
 def _beside_buckets(s: Situation, everything: int, moment: Moment) -> int:
-    """Under DDP gradients are views of its buckets once they have been reduced. Cleared to None, the next ones are
-    made anew until then: while accumulating both are there.
+    """Gradients are views of the buffers. Cleared to None, torch's DDP makes the next ones anew until they have been
+    reduced, so while accumulating both are there; flat buffers are lent to them at once.
     """
-    return everything if s.train.accumulate > 1 and moment is not Moment.OPTIMIZER else 0
+    return everything if s.torch_ddp and s.train.accumulate > 1 and moment is not Moment.OPTIMIZER else 0
 
 
 def _reduced_numel(s: Situation, moment: Moment) -> int:
@@ -85,12 +85,13 @@ def deferred_gradients(s: Situation, moment: Moment) -> int:
 
 def ddp_buckets(s: Situation, moment: Moment) -> int:
     """DDP's buckets: as large as all gradients, kept through the step; reduced gradients are views of them."""
-    return s.master_bytes * s.total("trained_numel") if s.buckets else 0
+    return s.master_bytes * s.total("trained_numel") if s.torch_ddp else 0
 
 
 def flat_gradients(s: Situation, moment: Moment) -> int:
-    """Gradients of what trains outside the shard groups: one buffer, kept, that is reduced as it is."""
-    return s.master_bytes * s.total("flat_numel")
+    """Gradients of what trains outside shard groups and DDP's buckets: one buffer, kept, that is reduced as it is."""
+    replicated = s.total("trained_numel") if s.buckets and not s.torch_ddp else 0
+    return s.master_bytes * (s.total("flat_numel") + replicated)
 
 
 def buffers(s: Situation, moment: Moment) -> int:

@@ -27,7 +27,7 @@ from lightning_shard.parallelize.shard import shard
 from lightning_shard.parallelize.storage import Storage, store, to_dtype
 from lightning_shard.parallelize.tensor import TensorParallel
 from lightning_shard.parallelize.units import Units, find_units
-from lightning_shard.plans import Plan
+from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
 from lightning_shard.specs import Precision
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
@@ -49,7 +49,7 @@ class Parallelized:
     root_cast: ComputeCast
     """The cast of everything outside the units: the step methods run inside it."""
     replicated: FlatGradients | None = None
-    """Averages the gradients of what trains outside FSDP in a sharded plan."""
+    """Averages the gradients of what trains outside FSDP."""
     storage: Storage = field(default_factory=Storage)
     """In which type each parameter was loaded and computes."""
     sent_bytes: int = 0
@@ -69,7 +69,10 @@ class Parallelized:
         replicas of a sharded copy nothing travels before the last one: each shard adds up its own sum.
         """
         root = self.module
-        assert isinstance(root, FSDPModule)
+        if not isinstance(root, FSDPModule):
+            with self.replicated.paused() if self.replicated else nullcontext():
+                yield
+            return
         root.set_requires_all_reduce(False)
         root.set_requires_gradient_sync(not self.plan.defer_gradient_sync)
         root.set_reshard_after_backward(self.plan.reshard_after_forward is not False)
@@ -85,6 +88,8 @@ class Parallelized:
         """Take the hooks off a replicated module, so that another plan can be applied."""
         for hook in self.hooks:
             hook.remove()
+        if self.replicated is not None:
+            self.replicated.close()
         self.units.restore_forwards()
 
 
@@ -141,6 +146,8 @@ def parallelize(
         materializer.materialize(module)
         module.to(device)
     input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype or replicated else None
+    if plan.flat_gradients:
+        replicated = FlatGradients(module.parameters(), chunk_bytes=bucket_bytes(module, plan))
     casts, hooks = cast_by_unit(units, uncovered, input_dtype, recomputing_blocks(units, plan))
     checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
     if plan.compile:
@@ -154,6 +161,14 @@ def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:
     In a group of its own: its order of calls then need not agree with that of FSDP's gathers.
     """
     return FlatGradients(parameters, dist.new_group()) if parameters else None
+
+
+def bucket_bytes(module: nn.Module, plan: Plan) -> int:
+    """Bytes of gradients per all-reduce of a replicated plan."""
+    if plan.bucket_cap_mb is not None:
+        return int(plan.bucket_cap_mb * MIB)
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return tuned_bucket_bytes(trained, plan.world_size)
 
 
 def uncovered_by_policy(whole: set[nn.Parameter], storage: Storage, precision: Precision) -> ComputeTypes:

@@ -5,7 +5,7 @@ the order in which backward fills it; a chunk is sent as soon as it is full, and
 returns, so hooks and clipping see finished gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,42 +22,78 @@ CHUNK_BYTES = 4 * 2**20
 class FlatGradients:
     """Averages the gradients of replicated parameters over one process group.
 
+    A gradient that no rank made stays None on all of them; one that some ranks made is averaged with zeros, as
+    on one device that saw all the data.
+
     Args:
-        parameters: replicated on every rank of the group, in the order of registration.
+        parameters: replicated on every rank of the group, in the order of registration. Those that do not train
+            join when they begin to.
         group: who averages; None is everyone.
         chunk_bytes: gradients per all-reduce.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None, chunk_bytes: int = CHUNK_BYTES
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._group = group
+        self._chunk_bytes = chunk_bytes
         self.sync = True
         """Off while accumulating: gradients add up locally."""
-        self._chunks: list[_Chunk] = []
-        self._of: dict[nn.Parameter, _Chunk] = {}
+        self._parameters = list(parameters)
+        self._handles: list[Any] = []
         self._running = False
         self._num_sent = 0
-        for parameters_of_type in _by_type(parameters[::-1]):
-            for part in _cut(parameters_of_type, chunk_bytes):
+        self._build()
+
+    def _build(self) -> None:
+        self.close()
+        trained = [p for p in self._parameters if p.requires_grad]
+        self._frozen = [p for p in self._parameters if not p.requires_grad]
+        self._chunks: list[_Chunk] = []
+        self._of: dict[nn.Parameter, _Chunk] = {}
+        for parameters_of_type in _by_type(trained[::-1]):
+            for part in _cut(parameters_of_type, self._chunk_bytes):
                 chunk = _Chunk(part)
                 self._chunks.append(chunk)
                 self._of.update(dict.fromkeys(part, chunk))
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+        self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in trained]  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: from now on their gradients stay local."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module (an average of weights, say) is not what trains: nothing reduces its gradients."""
+        return
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._of
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """What the gradients are views of."""
+        return [chunk.buffer for chunk in self._chunks]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of gradients, which is what one reduction moves."""
-        return sum(chunk.buffer.numel() * chunk.buffer.element_size() for chunk in self._chunks)
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
-    def before_backward(self) -> None:
-        """Lend every parameter without a gradient its view, so that backward fills the buffer directly."""
+    def before_backward(self, loss: Tensor | None = None) -> None:
+        """Lend every parameter without a gradient its view, so that backward fills the buffer directly.
+
+        Args:
+            loss: what backward starts from. Where it is known, backward has ended only when that of the loss has: a
+                reentrant checkpoint runs others inside it.
+        """
+        if any(p.requires_grad for p in self._frozen):
+            self._build()
         for chunk in self._chunks:
             chunk.lend()
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -68,13 +104,21 @@ class FlatGradients:
         finally:
             self.sync = True
 
-    def _ready(self, parameter: nn.Parameter) -> None:
-        chunk = self._of[parameter]
-        chunk.fill(parameter)
+    def reset(self) -> None:
+        """Forget a backward that was broken off by an error."""
+        self._running, self._num_sent = False, 0
+        for chunk in self._chunks:
+            chunk.settle()
+
+    def _begin(self, _: Any = None) -> None:
         if not self._running:
             self._running = True
             at_end_of_backward(self._finish)
-        if self.sync:
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        self._begin()
+        chunk = self._of[parameter]
+        if chunk.fill(parameter) and self.sync:
             self._send(only_full=True)
 
     def _send(self, *, only_full: bool) -> None:
@@ -90,70 +134,87 @@ class FlatGradients:
             self._send(only_full=False)
         self._num_sent = 0
         for chunk in self._chunks:
-            chunk.settle(synced=self.sync)
+            chunk.settle()
 
 
 class _Chunk:
-    """A run of parameters of one type, their gradients' buffer, and a flag for each: was it used anywhere."""
+    """A run of parameters of one type and the buffer of their gradients.
+
+    Whether any rank made a gradient travels with it, for nothing: where a rank made none it sends -0.0, and a sum
+    is -0.0 only if every term is. A gradient that was made is never -0.0, since it was added to +0.0.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        total = sum(p.numel() for p in parameters)
         first = parameters[0]
-        # The flags travel in the same reduction: a gradient that no rank made must stay None everywhere.
-        self.buffer = torch.zeros(total + len(parameters), dtype=first.dtype, device=first.device)
-        self._flags = self.buffer[total:]
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self._views: dict[nn.Parameter, Tensor] = {}
         self._lent: set[nn.Parameter] = set()
-        self._filled: set[nn.Parameter] = set()
+        """Hold their view, which no backward has written to since the gradients were cleared."""
+        self._missing: set[nn.Parameter] = set()
+        """Have not come in this backward."""
+        self._unused: list[nn.Parameter] = []
+        """What this rank has no gradient of in the reduction under way."""
         self._work: Any = None
         offset = 0
         for parameter in parameters:
             self._views[parameter] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+        self._await()
 
     @property
     def full(self) -> bool:
-        return len(self._filled) == len(self._views)
+        return not self._missing
 
     def lend(self) -> None:
         empty = [p for p in self._views if p.grad is None]
         if len(empty) == len(self._views):
             self.buffer.zero_()
+        elif empty:
+            torch._foreach_zero_([self._views[p] for p in empty])
         for parameter in empty:
-            view = self._views[parameter]
-            if len(empty) != len(self._views):
-                view.zero_()
-            parameter.grad = view
-            self._lent.add(parameter)
+            if parameter.requires_grad:
+                parameter.grad = self._views[parameter]
+                self._lent.add(parameter)
+        self._await()
 
-    def fill(self, parameter: nn.Parameter) -> None:
-        """Note a gradient; one that autograd put elsewhere (a bare ``loss.backward()``) moves into the buffer."""
+    def _await(self) -> None:
+        """Expect what trains; what is switched off for a while (another optimizer's turn) does not come."""
+        self._missing = {p for p in self._views if p.requires_grad}
+
+    def fill(self, parameter: nn.Parameter) -> bool:
+        """Note a gradient; True once the chunk is full.
+
+        One that autograd put elsewhere (a bare ``loss.backward()``) moves into the buffer.
+        """
+        if self._work is not None:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after the first had "
+                "been sent: it is used in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False)."
+            )
         view = self._views[parameter]
-        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
+        if parameter.grad is not view and parameter.grad is not None:
+            torch.add(parameter.grad, 0.0, out=view)
             parameter.grad = view
         self._lent.discard(parameter)
-        self._filled.add(parameter)
+        self._missing.discard(parameter)
+        return not self._missing
 
     def send(self, group: dist.ProcessGroup | None) -> None:
-        if self._lent:
-            for parameter, flag in zip(self._views, self._flags, strict=True):
-                flag.fill_(0.0 if parameter in self._lent else 1.0)
-        else:
-            self._flags.fill_(1.0)
+        self._unused = [p for p in self._views if p.grad is None or p in self._lent]
+        for parameter in self._unused:
+            self._views[parameter].fill_(-0.0)
         self._work = dist.all_reduce(self.buffer, op=dist.ReduceOp.AVG, group=group, async_op=True)
 
-    def settle(self, *, synced: bool) -> None:
+    def settle(self) -> None:
         if self._work is not None:
             self._work.wait()
-        self._work = None
-        self._filled.clear()
-        if synced and self._lent:
-            used = dict(zip(self._views, (self._flags > 0).tolist(), strict=True))
-            for parameter in self._lent:
-                if not used[parameter]:
-                    parameter.grad = None
+            for parameter in self._unused:
+                view = self._views[parameter]
+                nobody = bool(((view == 0) & view.signbit()).all())
+                parameter.grad = None if nobody else view
             self._lent.clear()
+        self._work, self._unused = None, []
+        self._await()
 
 
 def _by_type(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

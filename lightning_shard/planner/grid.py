@@ -1,6 +1,7 @@
 """The layouts of a cluster, and what a user may pin."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,13 +47,15 @@ def base_plan(layout: tuple[int, int, int], model: ModelSpec, pin: Mapping[str, 
     fields = dict(pin)
     if shard == 1 and tp == 1:  # nothing is gathered, so nothing is resharded, kept or offloaded
         fields |= {"reshard_after_forward": True, "resident_blocks": 0, "adapters": "sharded", "offload": "none"}
-    elif model.adapter is not None and tp == 1:
-        fields.setdefault("adapters", "replicated")
+    else:
+        fields |= {"torch_ddp": False}
+        if model.adapter is not None and tp == 1:
+            fields.setdefault("adapters", "replicated")
     plan = Plan(**{**fields, "dp_replicate": replicate, "dp_shard": shard, "tp": tp})
     if shard > 1 or replicate == 1 or plan.bucket_cap_mb is not None:
         return plan
     size = tuned_bucket_bytes(4 * model.num_trainable, plan.world_size)
-    return dataclasses.replace(plan, bucket_cap_mb=round(size / MIB, 3) or None)
+    return dataclasses.replace(plan, bucket_cap_mb=math.ceil(size / MIB * 1000) / 1000)
 
 
 def simplicity(plan: Plan) -> int:

@@ -61,7 +61,7 @@ def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients
     tracker.mark()
     for parameter in parameters:
         if keep_gradients and parameter.grad is not None and not (offloaded and isinstance(parameter, DTensor)):
-            tracker.adopt(parameter.grad, "gradients")
+            tracker.adopt_gradient(parameter.grad)
         else:
             parameter.grad = None
     tracker.mark()

@@ -14,6 +14,7 @@ KINDS = (
     "optimizer_state",
     "gradients",
     "ddp_buckets",
+    "flat_gradients",
     "compute_copies",
     "gathered_weights",
     "gather_buffers",

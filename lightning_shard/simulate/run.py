@@ -83,6 +83,8 @@ def count_step(
     root = layout.module
     offloaded = layout.plan.offload != "none"
     _adopt_tensors(root, tracker, offloaded=offloaded)
+    for buffer in layout.replicated.buffers if layout.replicated is not None else ():
+        tracker.adopt(buffer, "flat_gradients")
     with tracker, fsdp_kinds(tracker, offloaded=offloaded):
         wrapped = wrap(layout, tracker, fake=fake)
         job = Job(

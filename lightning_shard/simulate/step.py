@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_shard.parallelize import Parallelized
-from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
+from lightning_shard.parallelize import Parallelized, bucket_bytes
+from lightning_shard.plans import MIB, Plan
 from lightning_shard.simulate import moments
 from lightning_shard.simulate.autocast import autocast_as_cuda
 from lightning_shard.simulate.tracker import Tracker
@@ -40,19 +40,17 @@ class Job:
 
 
 def wrap(layout: Parallelized, tracker: Tracker, *, fake: bool) -> nn.Module:
-    """DDP around a replicated root, with the options the strategy gives it."""
+    """DDP around a replicated root that asks for it, with the options the strategy gives it."""
     root, plan = layout.module, layout.plan
-    if layout.sharded or plan.world_size == 1:
+    if layout.sharded or plan.world_size == 1 or plan.flat_gradients:
         return root
-    trainable_bytes = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
-    cap_mb = plan.bucket_cap_mb or tuned_bucket_bytes(trainable_bytes, plan.world_size) / MIB
     with tracker.during("ddp_buckets"):
         ddp = DistributedDataParallel(
             root,
             init_sync=False,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=cap_mb,
+            bucket_cap_mb=bucket_bytes(root, plan) / MIB,
             static_graph=plan.static_graph,
         )
     if fake:
@@ -137,7 +135,7 @@ def _mixed(precision: Precision, plan: Plan) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _between_micro_batches(job: Job) -> Iterator[None]:
-    if job.layout.sharded:
+    if job.layout.sharded or job.layout.replicated is not None:
         with job.layout.between_micro_batches():
             yield
     elif isinstance(job.wrapped, DistributedDataParallel):

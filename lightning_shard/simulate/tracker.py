@@ -97,8 +97,8 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
         entry.kind = kind
 
     def adopt_gradient(self, tensor: Tensor) -> None:
-        """Count a tensor among the gradients, unless a bucket holds it."""
-        if self.kind_of(tensor) != "ddp_buckets":
+        """Count a tensor among the gradients, unless a bucket or a flat buffer holds it."""
+        if self.kind_of(tensor) not in ("ddp_buckets", "flat_gradients"):
             self.adopt(tensor, "gradients")
 
     def ignore(self, tensor: Tensor) -> None:

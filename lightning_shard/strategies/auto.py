@@ -101,7 +101,8 @@ class AutoShardStrategy(PlanStrategy):
         if self.is_global_zero:
             try:
                 model = ModelSpec.from_module(self._root)
-                decision = choose(model, train, self._describe(memory), headroom=self._headroom, pin=self._pin)
+                pin = {**self._pin, "torch_ddp": True} if self._needs_torch_ddp() else self._pin
+                decision = choose(model, train, self._describe(memory), headroom=self._headroom, pin=pin)
                 if self._simulate:
                     batch = largest_batch(trainer, self._root)
                     simulation = simulate_in_subprocess(self._root, train, decision.plan, batch=batch)

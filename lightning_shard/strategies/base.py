@@ -1,5 +1,6 @@
 """One engine for every plan: Lightning's hooks, as thin as they can be."""
 
+import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -19,6 +20,7 @@ from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, u
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.checks import (
+    asks_torch_ddp,
     require_known_options,
     require_manual_backward,
     require_optimizers_over_module,
@@ -56,6 +58,7 @@ class PlanStrategy(PortableStateStrategy):
         **ddp: Any,
     ) -> None:
         require_known_options(type(self).__name__, ddp)
+        self._asks_torch_ddp = asks_torch_ddp(ddp)
         ddp.setdefault("gradient_as_bucket_view", True)
         ddp.setdefault("find_unused_parameters", False)
         super().__init__(timeout=timeout, **ddp)
@@ -130,7 +133,7 @@ class PlanStrategy(PortableStateStrategy):
         assert isinstance(self.model, nn.Module)
         require_trainable(self.model)
         self._rest()
-        if not self.sharded and self.world_size > 1:
+        if not self.sharded and self.world_size > 1 and not self.plan.flat_gradients:
             self.configure_ddp()
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
@@ -148,6 +151,8 @@ class PlanStrategy(PortableStateStrategy):
             return before
         plan = self.choose_plan(trainer)
         plan.require_world_size(self.world_size)
+        if plan.flat_gradients and self._needs_torch_ddp():
+            plan = dataclasses.replace(plan, torch_ddp=True)
         require_supported_precision(plan, precision)
         layout = parallelize(
             root,
@@ -234,7 +239,7 @@ class PlanStrategy(PortableStateStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._layout is not None and self._layout.replicated:
-            self._layout.replicated.before_backward()
+            self._layout.replicated.before_backward(closure_loss)
         if isinstance(self.model, FSDPModule) and not self._root.automatic_optimization:
             fsdp_watch_loss(self.model, closure_loss)
 
@@ -259,7 +264,7 @@ class PlanStrategy(PortableStateStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        if self._layout is not None and self._layout.sharded:
+        if self._layout is not None and (self._layout.sharded or self._layout.replicated):
             with self._layout.between_micro_batches():
                 yield
         elif self._must_sync_first():
@@ -279,6 +284,8 @@ class PlanStrategy(PortableStateStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self.model, FSDPModule):
             fsdp_reset(self.model)
+        if self._layout is not None and self._layout.replicated:
+            self._layout.replicated.reset()
         super().on_exception(exception)
 
     @override

@@ -28,6 +28,14 @@ def require_known_options(name: str, options: Mapping[str, object]) -> None:
         )
 
 
+def asks_torch_ddp(options: Mapping[str, object]) -> bool:
+    """Whether ``options`` hold any that only torch's DistributedDataParallel, or a hook into it, carries out."""
+    usual = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False}
+    hooks = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
+    only_ddp = hooks.union(inspect.signature(DistributedDataParallel.__init__).parameters)
+    return any(value is not None and value != usual.get(name) for name, value in options.items() if name in only_ddp)
+
+
 def require_trainable(module: nn.Module) -> None:
     """Raise RuntimeError when nothing in ``module`` trains."""
     if not any(p.requires_grad for p in module.parameters()):

@@ -10,7 +10,10 @@ from lightning_shard.strategies.base import PlanStrategy
 
 
 class TunedDDPStrategy(PlanStrategy):
-    """DDP with buckets sized from what trains, gradients as views of them, and FP32 masters.
+    """Replicas, with FP32 masters of what trains and gradients that are views of what is reduced.
+
+    Where a part is frozen (adapters) and none of DDP's own options is used, gradients lie in the engine's flat
+    buffers; otherwise torch's DDP carries the plan out, with buckets sized from what trains.
 
     Args:
         bucket_cap_mb: MiB of gradients per all-reduce; None sizes it from the trainable bytes and the
@@ -19,7 +22,7 @@ class TunedDDPStrategy(PlanStrategy):
         activation_checkpoint: what is recomputed in backward.
         compile: compile each block with ``torch.compile``.
         ddp: anything else that Lightning's ``DDPStrategy`` takes: ``find_unused_parameters`` (False by
-            default; unused parameters are then an error that names them), ``gradient_as_bucket_view``
+            default; unused parameters are then an error that names them, and in flat buffers no matter), ``gradient_as_bucket_view``
             (True), ``ddp_comm_hook``, ``process_group_backend``...
     """
 
@@ -43,4 +46,6 @@ class TunedDDPStrategy(PlanStrategy):
 
     @override
     def choose_plan(self, trainer: Trainer) -> Plan:
-        return Plan(dp_replicate=self.world_size, **self._fields)
+        lora = any(not p.requires_grad for p in self._root.parameters())
+        asked = self._asks_torch_ddp or self._fields["bucket_cap_mb"] is not None or self._fields["static_graph"]
+        return Plan(dp_replicate=self.world_size, torch_ddp=asked or not lora, **self._fields)

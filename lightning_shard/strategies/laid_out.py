@@ -8,15 +8,17 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_shard._compat import DDP_SYNCS_BUFFERS, DDPStrategy, LightningModule
-from lightning_shard.parallelize import Parallelized
+from lightning_shard.parallelize import Parallelized, bucket_bytes
 from lightning_shard.parallelize.shard import reshard_all
-from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
+from lightning_shard.plans import MIB, Plan
 
 
 class LaidOutStrategy(DDPStrategy):
     """A DDPStrategy whose module has been laid out by a Plan, or will be."""
 
     _layout: Parallelized | None = None
+    _asks_torch_ddp = False
+    """Whether the user gave options that only torch's DDP carries out."""
 
     @property
     def plan(self) -> Plan:
@@ -46,13 +48,18 @@ class LaidOutStrategy(DDPStrategy):
         if self.sharded:
             reshard_all(self._root)
 
+    def _needs_torch_ddp(self) -> bool:
+        """Whether a replicated plan must run through torch's DDP: its options or hooks were asked for, or buffers that
+        training changes (batch statistics) are to be sent to all ranks before each forward, which it does.
+        """
+        saved = self._root.state_dict().keys()
+        return self._asks_torch_ddp or any(name in saved for name, _ in self._root.named_buffers())
+
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # Every rank's start has been compared and mended by now (agree_on_start): DDP need not send it all again.
         self._ddp_kwargs["init_sync"] = False
-        trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        cap_mb = self.plan.bucket_cap_mb or tuned_bucket_bytes(trainable, self.world_size) / MIB
-        self._ddp_kwargs["bucket_cap_mb"] = cap_mb
+        self._ddp_kwargs["bucket_cap_mb"] = bucket_bytes(model, self.plan) / MIB
         self._ddp_kwargs["static_graph"] = self.plan.static_graph
         with self._buffers_sent_only_if_saved(model):
             return super()._setup_model(model)

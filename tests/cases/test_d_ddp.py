@@ -61,7 +61,7 @@ class HalfUsed(Regression):
         self.spare = nn.Linear(1, 1)
 
 
-def test_unused_parameters_are_named() -> None:
+def test_unused_parameters_are_named_by_ddp() -> None:
     with pytest.raises(RankError, match=r"2 trainable parameters took no part.*spare\.weight, spare\.bias\. Freeze"):
         run_ranks(2, run_trainer, HalfUsed, make_vectors, strategy="tuned-ddp", max_steps=2)
 
@@ -80,13 +80,20 @@ class BucketSeen(Callback):
         self.views = wrapped.gradient_as_bucket_view
 
 
-@pytest.mark.parametrize("strategy", ["tuned-ddp", "auto-shard"])
 @ranks(2)
-def test_d5_buckets_are_no_larger_than_what_trains(strategy: str) -> None:
+def test_d5_buckets_are_no_larger_than_what_trains() -> None:
     seen = BucketSeen()
-    result = run_trainer(partial(TinyLlama, "lora"), make_tokens, strategy=strategy, callbacks=[seen], max_steps=1)
+    result = run_trainer(TinyLlama, make_tokens, strategy="tuned-ddp", callbacks=[seen], max_steps=1)
     assert 0 < seen.num_bytes <= sum(value.nbytes for value in result.parameters.values())
     assert seen.views
+
+
+@pytest.mark.parametrize("strategy", ["tuned-ddp", "auto-shard"])
+@ranks(2)
+def test_d5_adapters_are_reduced_in_one_piece_without_a_wrapper(strategy: str) -> None:
+    result = run_trainer(partial(TinyLlama, "lora"), make_tokens, strategy=strategy, max_steps=2)
+    trained_bytes = sum(value.nbytes for value in result.parameters.values())
+    assert [step.calls for step in result.collectives] == [[("all_reduce", trained_bytes)]] * 2
 
 
 @ranks(2)

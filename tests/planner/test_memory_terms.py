@@ -13,6 +13,7 @@ from lightning_shard.plans import Plan
 from lightning_shard.specs import AdapterSpec, ModelSpec, TensorSpec, TrainSpec
 
 DDP, FSDP, ONE = Plan(dp_replicate=8), Plan(dp_shard=8), Plan()
+TORCH_DDP = Plan(dp_replicate=8, torch_ddp=True)
 LORA = TrainSpec(seq_len=2048, adapter=AdapterSpec(r=16))
 FULL = TrainSpec(seq_len=2048)
 
@@ -87,11 +88,13 @@ def test_step_temporaries() -> None:
     assert term("optimizer_step", FULL, ONE, Moment.LOSS) == 0
 
 
-def test_buckets_hold_all_gradients_and_only_under_ddp() -> None:
+@pytest.mark.parametrize(("name", "plan"), [("flat_gradients", DDP), ("ddp_buckets", TORCH_DDP)])
+def test_one_buffer_holds_all_gradients_of_a_replica(name: str, plan: Plan) -> None:
     trained = LLAMA_8B.with_adapter(AdapterSpec(r=16)).num_trainable
-    assert term("ddp_buckets", LORA, DDP) == 4 * trained
-    assert term("gradients", LORA, DDP, Moment.OPTIMIZER) == 0
-    assert term("ddp_buckets", LORA, FSDP) == term("ddp_buckets", LORA, ONE) == 0
+    assert term(name, LORA, plan) == 4 * trained
+    assert term("flat_gradients", LORA, plan) + term("ddp_buckets", LORA, plan) == 4 * trained
+    assert term("gradients", LORA, plan, Moment.OPTIMIZER) == 0
+    assert term(name, LORA, FSDP) == term(name, LORA, ONE) == 0
 
 
 def test_gathered_weights() -> None:
@@ -132,9 +135,11 @@ def test_replicated_adapters_are_whole_and_outside_the_groups() -> None:
 def test_accumulating_under_ddp_holds_gradients_beside_the_buckets() -> None:
     train = TrainSpec(seq_len=2048, accumulate=4)
     everything = 4 * LLAMA_8B.num_parameters
-    assert term("gradients", train, DDP) == term("ddp_buckets", train, DDP) == everything
-    assert term("gradients", train, DDP, Moment.OPTIMIZER) == 0
-    assert term("gradients", FULL, DDP) == 0
+    assert term("gradients", train, TORCH_DDP) == term("ddp_buckets", train, TORCH_DDP) == everything
+    assert term("gradients", train, TORCH_DDP, Moment.OPTIMIZER) == 0
+    assert term("gradients", FULL, TORCH_DDP) == 0
+    assert term("gradients", train, DDP) == 0
+    assert term("flat_gradients", train, DDP) == everything
 
 
 def test_a_tied_table_stays_gathered_with_the_root() -> None:
