@@ -16,9 +16,9 @@ from lightning_shard.callbacks.clock import StepClock, percentile
 from lightning_shard.callbacks.flops import flops_per_token, peak_flops
 from lightning_shard.callbacks.gradient_norm import gradient_norm
 from lightning_shard.callbacks.measured_memory import at_rest, compare, peaks
-from lightning_shard.callbacks.run_record import FILE_NAME, RunRecord
 from lightning_shard.callbacks.summary import summarize
 from lightning_shard.callbacks.window import Communication, ProfilerWindow
+from lightning_shard.report.record import FILE_NAME, RunRecord
 
 LOSSES = ("train_loss", "train/loss", "loss")
 """Names under which modules log their training loss; the step's output where none is there."""

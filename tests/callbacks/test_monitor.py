@@ -18,9 +18,9 @@ from lightning_shard._compat import DispatchMode
 from lightning_shard.callbacks import ShardMonitor
 from lightning_shard.callbacks.across_ranks import straggler
 from lightning_shard.callbacks.batch_size import Work
-from lightning_shard.callbacks.run_record import MOST_ROWS, RunRecord
 from lightning_shard.callbacks.summary import summarize as summary_of
 from lightning_shard.callbacks.window import MOST_SHOWN, summarize
+from lightning_shard.report.record import MOST_ROWS, RunRecord
 from lightning_shard.testing import run_ranks
 from lightning_shard.testing.parity import QUIET
 
