@@ -55,6 +55,7 @@ __all__ = [
     "profiler_is_running",
     "quiet_profiler",
     "rank_zero_info",
+    "restart_loading",
     "sharding_arithmetic",
     "train_loaders",
 ]
@@ -189,6 +190,17 @@ def evaluation_loaders(trainer: "Trainer") -> Any:
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     source = loop._data_source
     return source.dataloader() if source.instance is not None and source.is_defined() else None
+
+
+def restart_loading(trainer: "Trainer") -> None:
+    """Begin this epoch's training data anew, after its order has been changed.
+
+    The iterator is made before the first hook that sees the loaders, and its workers may have read ahead. Can go when
+    a callback can wrap the loaders before they are read.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        iter(fetcher)
 
 
 def is_peft_wrapper(module: nn.Module) -> bool:

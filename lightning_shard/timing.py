@@ -25,6 +25,8 @@ HOST_BUS_BYTES_PER_S = 20e9
 """Between host and device: PCI Express 4.0 x16 as copies reach it."""
 HOST_BYTES_PER_S = 100e9
 """Memory bandwidth of a server's socket that one process can use: a planning value."""
+KINDS = ("block", "embedding", "head", "root")
+"""Groups that are gathered and reduced."""
 FLAT_CHUNK_BYTES = 4 * 2**20
 """Gradients outside the shard groups travel in chunks of this size (parallelize.flat)."""
 
@@ -147,8 +149,8 @@ def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[floa
     wanted = s.plan.bucket_cap_mb
     bucket = tuned_bucket_bytes(size, s.plan.world_size) if wanted is None else int(wanted * 2**20)
     num_buckets = max(1, math.ceil(size / bucket))
-    ring = _ring(s.cluster, s.plan.dp_replicate, 1)
-    comm_s = 2 * collective_s(s.cluster, ring, size, messages=num_buckets)
+    ring = ring_of(s.cluster, s.plan.dp_replicate, 1)
+    comm_s = all_reduce_s(s.cluster, ring, size, messages=num_buckets)
     sent = 2 * size * (ring.size - 1) / ring.size
     if s.cluster.accelerator == "cpu":
         return compute_s + comm_s, comm_s, sent
@@ -160,12 +162,12 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, 
     """Gathers beside forward, gathers and reductions beside backward; the first gather and the last reduction
     stand alone. Blocks that are kept are gathered once a step; deferred reductions come once a step.
     """
-    ring, rounds = _ring(s.cluster, s.plan.dp_shard, s.plan.tp), s.train.accumulate
+    ring, rounds = ring_of(s.cluster, s.plan.dp_shard, s.plan.tp), s.train.accumulate
     keeps = s.plan.reshard_after_forward is False
     gathers, reductions = 1 if keeps else rounds, 1 if s.plan.defer_gradient_sync else rounds
-    forward = _Traffic.of(s, ("block", "embedding", "head", "root"), lambda group: group.gathered_bytes)
-    again = _Traffic.of(s, ("block",), lambda group: 0 if keeps or group.resident else group.gathered_bytes)
-    reduced = _Traffic.of(s, ("block", "embedding", "head", "root"), lambda g: s.reduce_bytes * g.whole_numel)
+    forward = Traffic.of(s, KINDS, lambda group: group.gathered_bytes)
+    again = Traffic.of(s, ("block",), lambda group: 0 if keeps or group.resident else group.gathered_bytes)
+    reduced = Traffic.of(s, KINDS, lambda g: s.reduce_bytes * g.whole_numel)
     gather_s, again_s, reduce_s = (part.seconds(s.cluster, ring) for part in (forward, again, reduced))
     flat_bytes = s.master_bytes * s.total("flat_numel")
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
@@ -183,14 +185,14 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Traffic:
+class Traffic:
     """Collectives of one kind in one micro-batch: bytes of the whole side, and how many."""
 
     num_bytes: int
     messages: int
 
     @classmethod
-    def of(cls, s: Situation, kinds: tuple[str, ...], size: Callable[[Group], int]) -> "_Traffic":
+    def of(cls, s: Situation, kinds: tuple[str, ...], size: Callable[[Group], int]) -> "Traffic":
         groups = [group for group in s.groups if group.kind in kinds and size(group)]
         return cls(sum(g.count * size(g) for g in groups), sum(g.count for g in groups))
 
@@ -202,32 +204,48 @@ def _flat(s: Situation, num_bytes: int) -> float:
     """All-reduces of the gradients outside the groups, over all ranks, in chunks."""
     if not num_bytes:
         return 0.0
-    ring = _ring(s.cluster, s.plan.data_parallel_size, 1)
-    return 2 * collective_s(s.cluster, ring, num_bytes, messages=math.ceil(num_bytes / FLAT_CHUNK_BYTES))
+    ring = ring_of(s.cluster, s.plan.data_parallel_size, 1)
+    return all_reduce_s(s.cluster, ring, num_bytes, messages=math.ceil(num_bytes / FLAT_CHUNK_BYTES))
 
 
 def _across_replicas(s: Situation, shard_bytes: int) -> float:
     """All-reduce of the sharded gradients over replicas (HSDP)."""
     if s.plan.dp_replicate == 1 or not shard_bytes:
         return 0.0
-    ring = _ring(s.cluster, s.plan.dp_replicate, s.plan.dp_shard * s.plan.tp)
-    return 2 * collective_s(s.cluster, ring, shard_bytes, messages=s.model.num_blocks)
+    ring = ring_of(s.cluster, s.plan.dp_replicate, s.plan.dp_shard * s.plan.tp)
+    return all_reduce_s(s.cluster, ring, shard_bytes, messages=s.model.num_blocks)
 
 
-def _ring(cluster: Cluster, size: int, stride: int) -> Ring:
+def ring_of(cluster: Cluster, size: int, stride: int) -> Ring:
     """The ranks of a group of ``size`` whose neighbours are ``stride`` ranks apart."""
     per_node = min(size, max(1, cluster.devices_per_node // stride))
     return Ring(per_node=per_node, nodes=math.ceil(size / per_node))
 
 
 def collective_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
-    """Seconds of all-gathers or reduce-scatters that move ``size_bytes`` in all, in so many messages."""
-    if ring.size == 1:
-        return 0.0
+    """Seconds of all-gathers or reduce-scatters that move ``size_bytes`` in all, in so many messages.
+
+    Each goes around the ring hop by hop, over every rank of it: NCCL's algorithm for them (nccl src/graph/tuning.cc
+    counts as many steps), so their latency grows with the ranks. See :func:`all_reduce_s` for the other kind.
+    """
+    hops_s = (ring.size - ring.nodes) * cluster.intra_link.latency_s
+    if ring.nodes > 1:
+        hops_s += ring.nodes * cluster.inter_link.latency_s
+    return _messages_s(cluster, ring, size_bytes, messages * hops_s)
+
+
+def all_reduce_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
+    """Seconds of all-reduces: twice the bytes, and between nodes a tree's hops, which NCCL takes where it is faster."""
     hops_s = (ring.per_node - 1) * cluster.intra_link.latency_s
     if ring.nodes > 1:
         hops_s += math.ceil(math.log2(ring.nodes)) * cluster.inter_link.latency_s
-    return messages * hops_s + (ring.size - 1) / ring.size * size_bytes / bandwidth(cluster, ring)
+    return 2 * _messages_s(cluster, ring, size_bytes, messages * hops_s)
+
+
+def _messages_s(cluster: Cluster, ring: Ring, size_bytes: float, hops_s: float) -> float:
+    if ring.size == 1:
+        return 0.0
+    return hops_s + (ring.size - 1) / ring.size * size_bytes / bandwidth(cluster, ring)
 
 
 def bandwidth(cluster: Cluster, ring: Ring) -> float:

@@ -11,9 +11,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = {file.relative_to(PACKAGE).with_suffix("").parts[0] for file in FILES}
 PUBLIC_NAMES = lightning_shard._ROOMS
 
-DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "planner")
+DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "traffic", "planner")
 """Each may import those before it; none loads torch or Lightning when it is imported."""
-ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "strategies")
+ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "strategies", "integrations")
 """Each may import those before it, so that no strategy can quietly plan again."""
 SEE_BOTH = (
     "simulate",

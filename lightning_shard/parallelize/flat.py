@@ -6,7 +6,7 @@ returns, so hooks and clipping see finished gradients.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ class FlatGradients:
         """Forget a backward that was broken off by an error."""
         self._running, self._num_sent = False, 0
         for chunk in self._chunks:
-            chunk.settle()
+            with suppress(RuntimeError):  # a lost peer fails its collectives: that error is on its way already
+                chunk.settle()
 
     def _begin(self, _: Any = None) -> None:
         if not self._running:

@@ -1,5 +1,6 @@
 """The strategy that decides: it plans from the real module, the real batch and the real devices."""
 
+import json
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ class AutoShardStrategy(PlanStrategy):
     @override
     def fixed_plan(self) -> Plan | None:
         return self._fixed
+
+    @override
+    def wishes(self) -> dict[str, str]:
+        return {**super().wishes(), "headroom": repr(self._headroom), "pin": json.dumps(self._pin, sort_keys=True)}
 
     @override
     def choose_plan(self, trainer: Trainer) -> Plan:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,10 +29,13 @@ from lightning_shard.strategies.checks import (
     require_trainable,
     require_used,
 )
+from lightning_shard.strategies.meeting import Place, launcher_hosts_store, meet, open_group
+from lightning_shard.strategies.peers import introduce
 from lightning_shard.strategies.precision import ShardAwarePrecision, translate
 from lightning_shard.strategies.state import PortableStateStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+START_TIMEOUT = timedelta(minutes=2)
 _LAID_OUT = "_lightning_shard_layout"
 
 
@@ -46,6 +50,7 @@ class PlanStrategy(PortableStateStrategy):
         weights_only: how a checkpoint is unpickled; None leaves it to torch (nothing but tensors and plain
             values). ``Trainer.fit(weights_only=...)`` does not reach a strategy that restores after setup.
         timeout: of a collective.
+        start_timeout: how long the ranks wait for each other before they name those that are missing.
         ddp: anything else that Lightning's DDPStrategy or torch's DistributedDataParallel takes.
     """
 
@@ -55,6 +60,7 @@ class PlanStrategy(PortableStateStrategy):
         forward_methods: tuple[str, ...] = (),
         weights_only: bool | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        start_timeout: timedelta = START_TIMEOUT,
         **ddp: Any,
     ) -> None:
         require_known_options(type(self).__name__, ddp)
@@ -64,9 +70,13 @@ class PlanStrategy(PortableStateStrategy):
         super().__init__(timeout=timeout, **ddp)
         self._forward_methods = forward_methods
         self._weights_only = weights_only
+        self._start_timeout = start_timeout
         self._mesh: DeviceMesh | None = None
         self._synced_once = False
         """Whether a backward of this fit went through the strategy."""
+
+    _device_memory: int | None = None
+    """Bytes that one process may use, where the user said so."""
 
     # --- which plan ---------------------------------------------------------------------------------
 
@@ -96,7 +106,30 @@ class PlanStrategy(PortableStateStrategy):
         if self.num_nodes * self.num_processes == 1:
             self.set_world_ranks()  # one device: no process group, no collectives
             return
+        if not dist.is_initialized():
+            self._meet()
         super().setup_distributed()
+
+    def _meet(self) -> None:
+        """Find the other ranks, make sure that they belong to this run, and make the process group."""
+        self.set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        place = Place(
+            address=environment.main_address,
+            port=environment.main_port,
+            timeout_s=self._start_timeout.total_seconds(),
+            hosted=launcher_hosts_store(),
+        )
+        store = meet(introduce(self, self.wishes(), self._device_memory), place)
+        backend = self._get_process_group_backend()
+        open_group(store, self.global_rank, self.world_size, backend, self.root_device, self._timeout)
+
+    def wishes(self) -> dict[str, str]:
+        """What the user asked for, in words that must be the same on every rank."""
+        plan = self.fixed_plan()
+        asked = {"strategy": type(self).__name__, "precision": self._shard_precision.meaning.name}
+        return asked if plan is None else {**asked, "plan": plan.to_json()}
 
     @override
     def _get_process_group_backend(self) -> str:

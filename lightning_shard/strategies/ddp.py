@@ -49,3 +49,7 @@ class TunedDDPStrategy(PlanStrategy):
         lora = any(not p.requires_grad for p in self._root.parameters())
         asked = self._asks_torch_ddp or self._fields["bucket_cap_mb"] is not None or self._fields["static_graph"]
         return Plan(dp_replicate=self.world_size, torch_ddp=asked or not lora, **self._fields)
+
+    @override
+    def wishes(self) -> dict[str, str]:
+        return {**super().wishes(), **{name: repr(value) for name, value in self._fields.items()}}

@@ -78,3 +78,10 @@ class FSDP2Strategy(PlanStrategy):
         if dp_shard == 1:  # nothing is sharded, so nothing is resharded
             fields["reshard_after_forward"] = True
         return Plan(dp_replicate=self.world_size // (dp_shard * self._tp), dp_shard=dp_shard, tp=self._tp, **fields)
+
+    @override
+    def wishes(self) -> dict[str, str]:
+        if self._fixed is not None:
+            return super().wishes()
+        fields = {"dp_shard": self._dp_shard, "tp": self._tp, **self._fields}
+        return {**super().wishes(), **{name: repr(value) for name, value in fields.items()}}

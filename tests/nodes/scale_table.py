@@ -1,0 +1,86 @@
+"""The tables of docs/many-nodes.md: python tests/nodes/scale_table.py > tables.md. Needs no GPU and no weights."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_shard import AdapterSpec, Cluster, Decision, ModelSpec, TrainSpec, plan
+from lightning_shard.hardware import find_device, find_link
+from lightning_shard.memory.situation import make_situation
+from lightning_shard.planner.considered import inject
+from lightning_shard.traffic import link_bytes
+
+CONFIGS = Path(__file__).parents[1] / "planner/configs"
+MODELS = {"Llama 8B": "llama-3.1-8b", "Llama 70B": "llama-3-70b", "Llama 405B": "llama-3.1-405b"}
+DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PER_NODE = 8
+FULL = TrainSpec(micro_batch_size=1, seq_len=8192, precision="bf16-true")
+LORA = replace(FULL, adapter=AdapterSpec(r=16, alpha=32.0))
+
+
+def cluster(num_devices: int, device: str = "h100-sxm", between: str = "ib400") -> Cluster:
+    """Nodes of eight devices."""
+    row = find_device(device)
+    assert row is not None
+    return Cluster(
+        num_nodes=num_devices // PER_NODE,
+        devices_per_node=PER_NODE,
+        device=row,
+        intra_link=find_link(row.intra_link),
+        inter_link=find_link(between),
+    )
+
+
+def layout(decision: Decision) -> str:
+    """A plan in a few words."""
+    chosen = decision.plan
+    if chosen.strategy == "ddp":
+        words = [f"DDP x {chosen.dp_replicate}"]
+    else:
+        words = [f"shard {chosen.dp_shard}"]
+        words += [f"x {chosen.dp_replicate} replicas"] if chosen.dp_replicate > 1 else []
+        words += [f"x TP {chosen.tp}"] if chosen.tp > 1 else []
+        words += [f", {chosen.resident_blocks} resident"] if chosen.resident_blocks else []
+        words += [", kept for backward"] if chosen.reshard_after_forward is False else []
+    count = chosen.activation_checkpoint_blocks
+    if chosen.activation_checkpoint != "none":
+        words += [f", {'all' if count is None else count} blocks recompute"]
+    return " ".join(words).replace(" ,", ",")
+
+
+def size(num_bytes: float) -> str:
+    """GB, as datasheets count."""
+    return "0" if not num_bytes else f"{num_bytes / 1e9:.3g}"
+
+
+def row(model: ModelSpec, train: TrainSpec, where: Cluster) -> str:
+    """One size of one model."""
+    decision = plan(model, train, where)
+    if not decision.fits:
+        lacks = decision.shortfall_bytes / 2**30
+        return f"| {where.world_size:,} | does not fit: lacks {lacks:.1f} GiB a device | | | | | |"
+    estimate = decision.estimate
+    sent = link_bytes(make_situation(inject(model, train), train, decision.plan, where))
+    return (
+        f"| {where.world_size:,} | {layout(decision)} | {estimate.device_bytes / 2**30:.0f} | {size(sent.intra_bytes)} | "
+        f"{size(sent.inter_bytes)} | {estimate.tokens_per_s / where.world_size:,.0f} | {estimate.mfu:.0%} / "
+        f"{1 - estimate.comm_share:.0%} |"
+    )
+
+
+def tables() -> Iterator[str]:
+    """Every model, in full and with LoRA."""
+    for name, folder in MODELS.items():
+        model = ModelSpec.from_pretrained(CONFIGS / folder)
+        for what, train in (("full", FULL), ("LoRA r 16 on all linear layers", LORA)):
+            yield f"#### {name}, {what}\n"
+            yield "| devices | plan | GiB a device | GB inside the node, per device | GB out of a node | tokens/s a device | MFU / not waiting |"
+            yield "|--:|--|--:|--:|--:|--:|--:|"
+            for count in DEVICES:
+                yield row(model, train, cluster(count))
+            yield ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(tables()))
