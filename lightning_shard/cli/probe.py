@@ -39,7 +39,7 @@ def _show(profile: LinkProfile, output: str | None) -> None:
     table = Table(title=f"{profile.world_size} ranks over {profile.backend}, {profile.date}")
     for column in ("link", "GB/s", "latency us"):
         table.add_column(column, justify="left" if column == "link" else "right")
-    for name, link in (("inside a node", profile.intra), ("between nodes", profile.inter)):
+    for name, link in (("inside a node", profile.intra), ("between nodes, a whole node", profile.inter)):
         if link is not None:
             table.add_row(name, f"{link.bytes_per_s / 1e9:.2f}", f"{link.latency_s * 1e6:.0f}")
     console = Console()

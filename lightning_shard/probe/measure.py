@@ -1,5 +1,6 @@
 """Time all-gathers and all-reduces inside nodes and between them, on the process group that is there."""
 
+import dataclasses
 import datetime
 import statistics
 import time
@@ -13,8 +14,10 @@ from lightning_shard.hardware.profile import LinkProfile, fit_link
 
 SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20)
 """Small enough to show latency, large enough to show bandwidth."""
-REPEATS = 7
-WARM_UP = 2
+REPEATS = (3, 9)
+"""The fewest and the most that one measurement is repeated."""
+BUDGET_S = 2.0
+"""Seconds that the repeats of one measurement may take, so that a slow network does not take minutes."""
 
 Scope = Literal["intra", "inter"]
 
@@ -39,7 +42,7 @@ def measure_links(local_size: int, device: torch.device, sizes_bytes: tuple[int,
             rows += [_row(scope, name, group, size, device) for name in ("all_gather", "all_reduce")]
     rows = _slowest(rows)
     source = f"measured by lightning-shard probe on {datetime.date.today().isoformat()}, {dist.get_backend()}"
-    links = {scope: _fit(scope, rows, source) for scope in ("intra", "inter")}
+    links = {scope: _fit(scope, rows, source, local_size) for scope in ("intra", "inter")}
     return LinkProfile(
         **links,
         backend=str(dist.get_backend()),
@@ -67,8 +70,8 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
     ranks = dist.get_world_size(group)
     share = torch.zeros(size // 4 // ranks, device=device)
     whole = torch.zeros(share.numel() * ranks, device=device)
-    times = []
-    for _ in range(WARM_UP + REPEATS):
+
+    def once() -> float:
         dist.barrier(group)
         start = time.perf_counter()
         if name == "all_gather":
@@ -77,8 +80,14 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
             dist.all_reduce(whole, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times[WARM_UP:])
+        return time.perf_counter() - start
+
+    once()
+    fewest, most = REPEATS
+    slowest_s = torch.tensor(once(), device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)  # all ranks must repeat as often
+    repeats = min(most, max(fewest, int(BUDGET_S / max(float(slowest_s), 1e-9))))
+    seconds = statistics.median(once() for _ in range(repeats))
     return {"scope": scope, "collective": name, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
 
 
@@ -92,10 +101,19 @@ def _slowest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _fit(scope: str, rows: list[dict[str, Any]], source: str) -> Any:
+def _fit(scope: str, rows: list[dict[str, Any]], source: str, local_size: int) -> Any:
+    """The link of a scope. All ranks of a node talk to their equals elsewhere at the same time, so what they reach
+    together is the node's: its only adapter, or the sum of one per device.
+    """
     timings = [
         (1 if row["collective"] == "all_gather" else 2, row["ranks"], row["bytes"], row["seconds"])
         for row in rows
         if row["scope"] == scope
     ]
-    return fit_link(f"measured-{scope}", scope, timings, source=source) if timings else None
+    if not timings:
+        return None
+    link = fit_link(f"measured-{scope}", scope, timings, source=source)
+    if scope == "intra":
+        return link
+    together = link.bytes_per_s * local_size
+    return dataclasses.replace(link, bytes_per_s=together, peak_bytes_per_s=together, shared_by_node=True)

@@ -53,6 +53,8 @@ def test_two_nodes_of_two_ranks_have_both_links() -> None:
     profile = measure()
     assert profile.intra is not None
     assert profile.inter is not None
+    assert profile.inter.shared_by_node  # two ranks of a node were measured together
+    assert not profile.intra.shared_by_node
     assert {row["ranks"] for row in profile.timings} == {2}
 
 

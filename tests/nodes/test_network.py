@@ -1,0 +1,47 @@
+"""The probe sees the network as it is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from namespaces import torchrun, two_nodes, why_not
+
+from lightning_shard.hardware import LinkProfile
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+
+GBIT_PER_S = 1e9 / 8
+
+
+@pytest.mark.parametrize("gbit", [10.0, 1.0, 0.1])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_probe_finds_the_limit_of_the_network(gbit: float, per_node: int, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    script = ["-m", "lightning_shard", "probe", "--output", str(file)]
+    with two_nodes(gbit * 1e9) as pair:
+        agents = [
+            node.start(torchrun(pair, node, script, "--nnodes", "2", per_node=per_node), tmp_path / f"{node.host}.log")
+            for node in (pair.a, pair.b)
+        ]
+        assert [agent.wait(timeout=150) for agent in agents] == [0, 0], (tmp_path / "node-a.log").read_text()[-3000:]
+    profile = LinkProfile.load(file)
+    assert profile.inter is not None
+    assert profile.inter.bytes_per_s == pytest.approx(gbit * GBIT_PER_S, rel=0.1)
+    if per_node > 1:
+        assert profile.intra is not None
+
+
+def test_namespaces_leave_nothing_behind() -> None:
+    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    with two_nodes() as pair:
+        pair.a.start(["sleep", "300"], Path("/dev/null"))
+        names = {pair.a.name, pair.b.name}
+        during = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert all(name in during for name in names)
+    after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert set(after.split()) == set(before.split())
+    assert not any(Path("/etc/netns", name).exists() for name in names)
