@@ -73,8 +73,8 @@ class Parallelized:
             with self.replicated.paused() if self.replicated else nullcontext():
                 yield
             return
-        root.set_requires_all_reduce(False)
         root.set_requires_gradient_sync(not self.plan.defer_gradient_sync)
+        root.set_requires_all_reduce(False)  # afterwards: the line above sets this switch too
         root.set_reshard_after_backward(self.plan.reshard_after_forward is not False)
         try:
             with self.replicated.paused() if self.replicated else nullcontext():
