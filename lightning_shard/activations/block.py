@@ -4,9 +4,24 @@ import dataclasses
 from dataclasses import dataclass
 
 from lightning_shard.activations import parts
-from lightning_shard.activations.linears import find_linears, norms_train
+from lightning_shard.activations.linears import find_linears, is_mlp, norms_train
 from lightning_shard.activations.tape import Setting, Tape
 from lightning_shard.specs import Architecture, ModelSpec, TrainSpec, UnitSpec, dtype_bytes
+
+NORM_GRADIENTS = 5
+"""FP32 tensors of the hidden size that are alive in the backward of an RMSNorm written out in operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardPoint:
+    """One point of a block's backward."""
+
+    gradient_bytes: int
+    """Gradients of activations, less what is kept and has been freed by then."""
+    making_numel: int = 0
+    """Elements of the weight gradient that is made there and goes at once where nothing waits."""
+    made_numel: int = 0
+    """Elements of all weight gradients made so far, where they wait for the group's end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,10 +34,8 @@ class BlockActivations:
     """Kept where the block recomputes: its input."""
     selective_bytes: int
     """Kept besides where the block recomputes selectively: attention's output and every second product's."""
-    gradient_bytes: int
-    """Gradients of activations just after the last product's backward, the heaviest point but for weights."""
-    product_gradient_bytes: int
-    """Gradients of activations in the last product's backward, where its weight's gradient is made."""
+    points: tuple[BackwardPoint, ...]
+    """The points of its backward that may be the fullest."""
     input_norm_bytes: int
     """Of what is kept, the first norm's share: not kept where the block's input needs no gradient."""
     sizes: tuple[int, ...]
@@ -46,8 +59,7 @@ def block_activations(
         kept_bytes=tape.total(tokens),
         input_bytes=setting.stream_bytes * arch.hidden * tokens,
         selective_bytes=_selective(arch, setting) * tokens,
-        gradient_bytes=_gradients(arch, c) * tokens + _summed_weight(unit, c),
-        product_gradient_bytes=c * (arch.hidden + _middle_width(arch)) * tokens + _summed_weight(unit, c),
+        points=_points(arch, unit, setting, tape, tokens),
         input_norm_bytes=int(_first_norm(tape) * tokens),
         sizes=(*(int(size * tokens) for size in tape.kept.values()), *tape.once.values()),
         exact=True,
@@ -88,7 +100,9 @@ def saved_by_block(arch: Architecture, unit: UnitSpec, setting: Setting) -> Tape
         parts.norm(tape, arch, setting, "first norm", "first sum")
     if before and not arch.shared_norm:
         parts.norm(tape, arch, setting, "second norm", "first residual" if arch.parallel_block else "second residual")
+    outside = dict(tape.kept)
     _middle(tape, arch, unit, setting)
+    tape.middle = {name: size for name, size in tape.kept.items() if name not in outside}
     if after:
         parts.norm(tape, arch, setting, "mlp norm", "mlp branch")
     parts.residual_dropout(tape, arch, setting, "mlp")
@@ -150,9 +164,51 @@ def _first_norm(tape: Tape) -> float:
     return sum(size for name, size in tape.kept.items() if name in names)
 
 
-def _gradients(arch: Architecture, c: int) -> int:
-    """Of the block's output, and of the MLP's middle: of both factors of a gated one."""
-    return c * (arch.hidden + (2 if arch.gated_mlp else 1) * _middle_width(arch))
+def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, tokens: int) -> tuple[BackwardPoint, ...]:
+    """After and in the last product's backward, and in that of the norms beside the MLP."""
+    c, middle, fixed = setting.compute_bytes, _middle_width(arch), _summed_weight(unit, setting.compute_bytes)
+    after = c * (arch.hidden + (2 if arch.gated_mlp else 1) * middle)
+    if not arch.experts:  # the product's gradient beside those of its factors; its own kept operand is gone
+        after += c * middle - int(_last_operand(arch, setting, tape))
+    products = _products(unit, int(after * tokens) + fixed, c * (arch.hidden + middle) * tokens + fixed)
+    if not arch.norm.startswith("rms"):
+        return products
+    # FP32 gradients of the normed input, its square and its mean beside the residual's gradient.
+    norm = setting.stream_bytes * arch.hidden + NORM_GRADIENTS * 4 * arch.hidden
+    points = [*products]
+    if arch.norm_placement in ("both", "branch"):
+        points.append(BackwardPoint(gradient_bytes=norm * tokens))
+    if arch.norm_placement in ("both", "pre") and not arch.parallel_block:
+        freed = sum(tape.middle.values()) + tape.kept.get("second norm normed", 0)
+        numel = _middle_numel(unit)
+        size = int((norm - freed) * tokens) - sum(tape.once.values())
+        points.append(BackwardPoint(gradient_bytes=size, made_numel=numel))
+    return tuple(points)
+
+
+def _products(unit: UnitSpec, after_bytes: int, in_bytes: int) -> tuple[BackwardPoint, BackwardPoint]:
+    """Just after the last product's backward, the heaviest point but for weights, and in it, where its weight's
+    gradient is made.
+    """
+    largest = max((tensor.numel for tensor in unit.tensors if tensor.trainable), default=0)
+    return (
+        BackwardPoint(gradient_bytes=after_bytes, made_numel=largest),
+        BackwardPoint(gradient_bytes=in_bytes, making_numel=largest, made_numel=largest),
+    )
+
+
+def _last_operand(arch: Architecture, setting: Setting, tape: Tape) -> float:
+    """Bytes per token that the last product keeps of its input; a ReLU still needs it."""
+    if arch.activation == "relu":
+        return 0.0
+    layers = tuple(f"{use.name} " for use in setting.linears.reading("mlp_mid"))
+    own = [size for name, size in tape.middle.items() if layers and name.startswith(layers)]
+    return sum(own) + tape.middle.get("mlp_mid", 0.0)
+
+
+def _middle_numel(unit: UnitSpec) -> int:
+    """Trained elements of the MLP, or of the mixture in its place."""
+    return sum(t.numel for t in unit.tensors if t.trainable and (is_mlp(t.name) or "experts" in t.name))
 
 
 def _summed_weight(unit: UnitSpec, c: int) -> int:
@@ -179,8 +235,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         kept_bytes=(c * elements + 4 * sum(vectors)) * tokens,
         input_bytes=c * min((shape[-1] for shape in matrices), default=1) * tokens,
         selective_bytes=c * sum(shape[0] for shape in matrices[::2]) * tokens,
-        gradient_bytes=2 * c * widest * tokens,
-        product_gradient_bytes=c * widest * tokens,
+        points=_products(unit, 2 * c * widest * tokens, c * widest * tokens),
         input_norm_bytes=0,
         sizes=tuple(c * (shape[0] + shape[1]) * tokens for shape in matrices),
         exact=False,

@@ -64,6 +64,12 @@ def norms_train(unit: UnitSpec) -> bool:
     return any(t.trainable for t in unit.tensors if len(t.shape) == 1 and not t.adapter)
 
 
+def is_mlp(tensor_name: str) -> bool:
+    """Whether a tensor belongs to a layer of the MLP, adapters included."""
+    module = _adapted_module(tensor_name) if ".lora_" in tensor_name else tensor_name.rpartition(".")[0]
+    return _reads(module.removesuffix(".base_layer")) in ("mlp_in", "mlp_mid")
+
+
 def _uses(unit: UnitSpec, ranks: dict[str, int]) -> Iterable[LinearUse]:
     for tensor in unit.tensors:
         if tensor.adapter or not is_linear(tensor):

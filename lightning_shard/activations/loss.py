@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_shard.activations.block import num_tokens
+from lightning_shard.activations.block import NORM_GRADIENTS, num_tokens
 from lightning_shard.specs import ModelSpec, TrainSpec, dtype_bytes
 
 CHUNK_TOKENS = 1024
@@ -23,6 +23,8 @@ class LossActivations:
     """Logits that exist at a time."""
     logits_gradient_bytes: int
     """The logits' gradient while the head's backward runs."""
+    norm_bytes: int = 0
+    """In the last norm's backward: its input and the gradients on the way (see :mod:`activations.block`)."""
 
 
 def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
@@ -45,6 +47,7 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
         backward_bytes=(backward + softcap) * arch.vocab * rows,
         num_logits=arch.vocab * rows,
         logits_gradient_bytes=gradient * arch.vocab * rows,
+        norm_bytes=(c + 4 + 4 * NORM_GRADIENTS) * arch.hidden * tokens if arch.norm.startswith("rms") else 0,
     )
 
 

@@ -41,6 +41,8 @@ class Tape:
     kept: dict[str, float] = field(default_factory=dict)
     once: dict[str, int] = field(default_factory=dict)
     """Bytes per block, however many tokens."""
+    middle: dict[str, float] = field(default_factory=dict)
+    """Of what is kept, what only the MLP (or the mixture) keeps."""
 
     def keep(self, name: str, bytes_per_token: float) -> None:
         """Keep one tensor; the same name again is the same tensor."""

@@ -92,7 +92,7 @@ def load_peak(s: Situation) -> int:
     rest = s.model.buffers_bytes + (0 if s.offloaded else s.total("frozen_bytes") + s.total("trained_bytes"))
     if not s.sharded:
         return rest
-    return rest + max(sum(tensor.numel * tensor.element_bytes for tensor in group.unit.tensors) for group in s.groups)
+    return rest + max(group.stored_bytes for group in s.groups)
 
 
 def _terms_at(situation: Situation, moment: Moment) -> dict[str, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, Precision, TensorSpec, UnitSpec, dtype_bytes
+from lightning_shard.specs.split import rank_unit
 
 BIG_LEAF_SHARE = 0.25
 """An embedding or head gets a group of its own from this share of the largest block on; below, the root has it."""
@@ -42,6 +43,8 @@ class Group:
     autograd until the layer's backward (a frozen matrix too: the gradient of its input needs it)."""
     largest_trained_numel: int
     """The largest trained tensor, whole."""
+    stored_bytes: int
+    """The whole group as it is loaded, before anything is cut."""
 
 
 def find_groups(model: ModelSpec, precision: Precision, plan: Plan) -> tuple[Group, ...]:
@@ -57,8 +60,9 @@ def find_groups(model: ModelSpec, precision: Precision, plan: Plan) -> tuple[Gro
         if kind in ("embedding", "head") and not _own_group(model, unit, largest_block):
             kind = "root"
         for is_resident, names in itertools.groupby(unit.names, key=lambda name: name in resident):
-            part = dataclasses.replace(unit, names=tuple(names))
-            groups.append(_weigh(part, kind, precision, plan, resident=is_resident))
+            part = rank_unit(model, dataclasses.replace(unit, names=tuple(names)), plan.tp)
+            stored = sum(tensor.numel * tensor.element_bytes for tensor in unit.tensors)
+            groups.append(_weigh(part, kind, precision, plan, resident=is_resident, stored_bytes=stored))
     return tuple(groups)
 
 
@@ -74,14 +78,15 @@ def _resident_names(model: ModelSpec, plan: Plan) -> set[str]:
     return set(blocks[len(blocks) - plan.resident_blocks :])
 
 
-def shard_numel(tensor: TensorSpec, num_shards: int) -> int:
+def shard_numel(tensor: TensorSpec, num_shards: int, *, by_rows: bool = False) -> int:
     """Elements of the fullest shard: rows in chunks of ceil(rows / n); columns where rows do not divide and
-    columns do (so that ``lora_A`` with fewer rows than ranks is not padded).
+    columns do (so that ``lora_A`` with fewer rows than ranks is not padded). ``by_rows`` where tensor parallelism
+    has placed the tensor already: then always rows.
     """
     shape = tensor.shape
     if num_shards == 1 or not shape:
         return tensor.numel
-    if len(shape) >= 2 and shape[0] % num_shards and shape[1] % num_shards == 0:
+    if not by_rows and len(shape) >= 2 and shape[0] % num_shards and shape[1] % num_shards == 0:
         return tensor.numel // num_shards
     return math.ceil(shape[0] / num_shards) * math.prod(shape[1:])
 
@@ -99,13 +104,13 @@ def _own_group(model: ModelSpec, unit: UnitSpec, largest_block: int) -> bool:
     return not tied and sum(tensor.numel for tensor in unit.tensors) >= BIG_LEAF_SHARE * largest_block
 
 
-def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resident: bool) -> Group:
+def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resident: bool, stored_bytes: int) -> Group:
     sums = dict.fromkeys(("frozen", "trained", "numel", "flat", "gathered", "whole", "copied", "largest"), 0)
     for tensor in unit.tensors:
         element = compute_element_bytes(tensor, precision)
         alone = plan.adapters == "replicated" if tensor.trainable else resident
-        gathered = plan.dp_shard > 1 and not alone
-        shard = shard_numel(tensor, plan.dp_shard) if gathered else tensor.numel
+        gathered = plan.strategy == "fsdp2" and not alone
+        shard = shard_numel(tensor, plan.dp_shard, by_rows=plan.tp > 1) if gathered else tensor.numel
         sums["trained" if tensor.trainable else "frozen"] += shard * tensor.element_bytes
         if gathered:
             sums["gathered"] += tensor.numel * element
@@ -114,7 +119,7 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resid
         if not tensor.trainable:
             continue
         sums["largest"] = max(sums["largest"], tensor.numel)
-        if plan.dp_shard > 1 and alone:
+        if plan.strategy == "fsdp2" and alone:
             sums["flat"] += tensor.numel
         else:
             sums["numel"] += shard
@@ -132,4 +137,5 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resid
         whole_numel=sums["whole"],
         copied_numel=sums["copied"],
         largest_trained_numel=sums["largest"],
+        stored_bytes=stored_bytes,
     )

@@ -1,5 +1,6 @@
 """Everything a memory term looks at, worked out once per plan."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from lightning_shard.activations import BlockActivations, LossActivations, block_activations, loss_activations
@@ -7,6 +8,7 @@ from lightning_shard.hardware import Cluster
 from lightning_shard.memory.groups import Group, find_groups
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, Optimizer, TrainSpec, dtype_bytes, find_optimizer
+from lightning_shard.specs.split import rank_architecture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """A model (adapter injected, dtypes as stored), a training, a plan and where it runs."""
+    """A model (adapter injected, dtypes as stored), a training, a plan and where it runs.
+
+    Under tensor parallelism groups, activations and the architecture are those of one rank's part.
+    """
 
     model: ModelSpec
     train: TrainSpec
@@ -42,8 +47,8 @@ class Situation:
 
     @property
     def sharded(self) -> bool:
-        """Whether blocks are gathered at all."""
-        return self.plan.dp_shard > 1
+        """Whether FSDP holds the weights; over one shard (tensor parallelism alone) it gathers by a local copy."""
+        return self.plan.strategy == "fsdp2"
 
     @property
     def offloaded(self) -> bool:
@@ -120,6 +125,8 @@ def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clus
         model = model.with_adapter(train.adapter)
     model = model.with_dtypes(precision)
     groups = find_groups(model, precision, plan)
+    if plan.tp > 1 and model.architecture is not None:
+        model = dataclasses.replace(model, architecture=rank_architecture(model.architecture, plan.tp))
     return Situation(
         model=model,
         train=train,
@@ -140,7 +147,7 @@ def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clus
 def uses_autocast(train: TrainSpec, plan: Plan) -> bool:
     """Whether a replicated plan computes under ``torch.autocast``: precisions that leave storage alone."""
     precision = train.precision_row
-    return plan.dp_shard == 1 and precision.compute_dtype is not None and precision.frozen_dtype is None
+    return plan.strategy == "ddp" and precision.compute_dtype is not None and precision.frozen_dtype is None
 
 
 def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group, ...]) -> tuple[Block, ...]:
@@ -153,7 +160,7 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
         recomputing = min(left, group.count)
         left -= recomputing
         activations = block_activations(model, group.unit, train, autocast=uses_autocast(train, plan))
-        first = not blocks and not _input_needs_gradient(model) and not recomputing
+        first = not blocks and not input_needs_gradient(model) and not recomputing
         blocks.append(
             Block(
                 group=group,
@@ -167,6 +174,6 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
     return tuple(blocks)
 
 
-def _input_needs_gradient(model: ModelSpec) -> bool:
+def input_needs_gradient(model: ModelSpec) -> bool:
     """Whether what the first block reads is computed from something that trains."""
     return any(tensor.trainable for unit, tensor in model.tensors() if unit.kind == "embedding")

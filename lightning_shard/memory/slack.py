@@ -75,13 +75,13 @@ def freed_before_update(s: Situation) -> list[int]:
 
 def update_temporaries(s: Situation) -> list[int]:
     """Sizes of a foreach step's temporaries: one per trained tensor, of its shard."""
-    if s.train.optimizer_implementation != "foreach" or not s.optimizer.foreach_temporaries:
-        return []
-    shards = s.plan.dp_shard
-    return [
-        s.master_bytes * -(-tensor.numel // shards)
-        for group in s.groups
-        for tensor in group.unit.tensors
-        if tensor.trainable
-        for _ in range(group.count * s.optimizer.foreach_temporaries)
-    ]
+    each = s.optimizer.foreach_temporaries
+    if s.train.optimizer_implementation != "foreach" or not each or s.offloaded:
+        return []  # an offloaded update runs on the host
+    shards = 1 if s.plan.adapters == "replicated" else s.plan.dp_shard
+    sizes: list[int] = []
+    for group in s.groups:
+        for tensor in group.unit.tensors:
+            if tensor.trainable:
+                sizes += [s.master_bytes * -(-tensor.numel // shards)] * (group.count * each)
+    return sizes

@@ -15,11 +15,14 @@ def gathered_weights(s: Situation, moment: Moment) -> int:
         return 0
     root, head = s.total("gathered_bytes", "root"), s.total("gathered_bytes", "head")
     block = s.one("gathered_bytes", "block")
-    ahead = 0 if s.plan.reshard_after_forward is False or _top_is_resident(s) else s.plan.prefetch * block
+    through = s.plan.dp_shard > 1  # a buffer; one shard is copied to its place
+    keeps = s.plan.reshard_after_forward is False or _top_is_resident(s)
+    ahead = s.plan.prefetch * block if through and not keeps else 0
     if moment is Moment.GATHER:  # the last block's buffer waits for this gather to be copied out
-        return root + (2 * head + block if head else 2 * block) + _kept(s)
+        buffers = (head or block) + (block if head else 0) if through else 0
+        return root + (head or block) + buffers + _kept(s)
     if moment is Moment.FORWARD_END:
-        return root + head + (head or block) + _kept(s)
+        return root + head + ((head or block) if through else 0) + _kept(s)
     if moment is Moment.LOSS:  # a head of its own is what prefetches the last block
         return root + head + (0 if head else ahead) + _kept(s)
     if moment is Moment.HEAD:
@@ -86,7 +89,7 @@ def weight_gradients(s: Situation, moment: Moment) -> int:
     if moment is Moment.HEAD_REDUCE:
         return held or _at_the_end(s, "head")
     if moment in (Moment.TOP, Moment.BOTTOM):
-        return held + (c * s.one("largest_trained_numel", "block") if s.waits or _product_first(s, moment) else 0)
+        return held + _fullest(s, moment)[1]
     if moment is Moment.EMBEDDING:
         return max(_at_the_end(s, "embedding"), _at_the_end(s, "root"), _tied_sum(s))
     return held + _at_the_end(s, "block")
@@ -110,15 +113,18 @@ def _at_the_end(s: Situation, kind: str) -> int:
     return c * s.one("whole_numel", kind) + cast
 
 
-def _product_first(s: Situation, moment: Moment) -> bool:
-    """Whether a block's backward is fullest at its last product (its weight's gradient beside one gradient of the
-    MLP's width), not just after it (two such gradients).
+def _fullest(s: Situation, moment: Moment) -> tuple[int, int]:
+    """Gradients of activations and of weights at the fullest point of a block's backward. Both may be bounded by
+    another point: a product's weight gradient, or the norm that comes after the MLP's are all made.
     """
     block = s.top if moment is Moment.TOP else s.bottom
     if block is None:
-        return False
-    weight = s.compute_bytes * block.group.largest_trained_numel
-    return weight + block.activations.product_gradient_bytes > block.activations.gradient_bytes
+        return 0, s.compute_bytes * s.one("largest_trained_numel", "block") if s.waits else 0
+    points = (
+        (point.gradient_bytes, s.compute_bytes * (point.made_numel if s.waits else point.making_numel))
+        for point in block.activations.points
+    )
+    return max(points, key=sum)
 
 
 def reduce_buffers(s: Situation, moment: Moment) -> int:
@@ -172,13 +178,13 @@ def _last(block: Block) -> int:
 def activation_gradients(s: Situation, moment: Moment) -> int:
     """Gradients of activations at the heaviest point of the layer at work."""
     if moment in (Moment.TOP, Moment.BOTTOM):
-        block = s.top if moment is Moment.TOP else s.bottom
-        if block is None:
-            return 0
-        product_first = not s.waits and _product_first(s, moment)
-        return block.activations.product_gradient_bytes if product_first else block.activations.gradient_bytes
-    if moment in (Moment.HEAD_REDUCE, Moment.TOP_REDUCE, Moment.BLOCK_END, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
-        return s.top.activations.input_bytes if s.top else 0
+        return _fullest(s, moment)[0]
+    stream = s.top.activations.input_bytes if s.top else 0
+    if moment is Moment.HEAD_REDUCE:  # or, the head's gradients gone, the last norm's backward
+        going = 0 if s.tied_numel else weight_gradients(s, moment)
+        return max(stream, s.loss.norm_bytes - going)
+    if moment in (Moment.TOP_REDUCE, Moment.BLOCK_END, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
+        return stream
     return 0
 
 

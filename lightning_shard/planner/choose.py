@@ -31,7 +31,8 @@ def choose(
 ) -> Decision:
     """Decide how to run.
 
-    The fastest plan that fits wins. Step times are predictions, so plans within :data:`TIE` of the fastest (replicas:
+    The fastest plan that fits wins, among those without tensor parallelism as long as one fits: ranks that split
+    layers see the same data, so each step would learn from fewer sequences. Step times are predictions, so plans within :data:`TIE` of the fastest (replicas:
     :data:`REPLICAS_TIE`) count as equally fast, and the simplest of them is taken: DDP before sharding, one kind
     of sharding before two, no recomputing before some. When nothing fits, the answer is the plan that needs least, with the shortfall
     and what would help.
@@ -73,14 +74,15 @@ def _best(found: list[Considered], limit: int) -> Considered:
     fitting = [one for one in found if one.needs_bytes <= limit]
     if not fitting:
         return min(found, key=lambda one: one.needs_bytes)
-    fastest_s = min(one.estimate.step_s for one in fitting)
-    near = [one for one in fitting if _about_as_fast(one, fastest_s)]
-    return min(near, key=lambda one: (simplicity(one.plan), round(one.estimate.step_s, 6), one.needs_bytes))
+    fitting = [one for one in fitting if one.plan.tp == 1] or fitting
+    fastest = min(fitting, key=lambda one: one.share_s)
+    near = [one for one in fitting if _about_as_fast(one, fastest)]
+    return min(near, key=lambda one: (simplicity(one.plan), round(one.share_s, 9), one.needs_bytes))
 
 
-def _about_as_fast(one: Considered, other_s: float) -> bool:
+def _about_as_fast(one: Considered, other: Considered) -> bool:
     tie = REPLICAS_TIE if one.plan.strategy == "ddp" else TIE
-    return one.estimate.step_s <= other_s * (1 + tie) + TIE_S
+    return one.share_s <= other.share_s * (1 + tie) + TIE_S / one.plan.data_parallel_size
 
 
 def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
@@ -101,7 +103,9 @@ def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
 def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
     if one.needs_bytes > limit:
         reason = f"needs {format_bytes(one.needs_bytes)} of the {format_bytes(limit)} usable per device"
-    elif simplicity(one.plan) > simplicity(best.plan) and _about_as_fast(best, one.estimate.step_s):
+    elif one.plan.tp != best.plan.tp:
+        reason = _splits(one, best)
+    elif simplicity(one.plan) > simplicity(best.plan) and _about_as_fast(best, one):
         reason = f"fits, but {best.plan.strategy} is simpler, fits too and is about as fast"
     elif one.estimate.step_s > best.estimate.step_s:
         reason = f"fits, but takes {one.estimate.step_s:.4g} s a step against {best.estimate.step_s:.4g} s"
@@ -118,6 +122,17 @@ def _reject(one: Considered, best: Considered, limit: int) -> Rejected:
     )
 
 
+def _splits(one: Considered, best: Considered) -> str:
+    """Why not a plan whose tensor-parallel size, and so its number of sequences per step, is another."""
+    speed = f"{one.estimate.tokens_per_s:,.0f} tokens/s against {best.estimate.tokens_per_s:,.0f}"
+    if one.share_s >= best.share_s:
+        return f"fits, but reaches {speed}"
+    return (
+        f"fits and reaches {speed}, but its steps see {one.plan.data_parallel_size / best.plan.data_parallel_size:g} times "
+        f"the sequences, which changes what is learned: pin tp={one.plan.tp} to take it"
+    )
+
+
 def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster) -> str:
     needs, usable = f"{format_bytes(best.needs_bytes)}", f"{format_bytes(limit)} usable"
     if best.needs_bytes > limit:
@@ -129,8 +144,15 @@ def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster
         return f"a whole copy fits on every device, {needs} of {usable}, {recomputing + ', ' if recomputing else ''}and moves the least"
     whole = _leanest_ddp(found)
     lost = "" if whole is None or whole <= limit else f"a whole copy needs {format_bytes(whole)}; "
-    how = ", ".join(filter(None, (_resident(best), _recomputing(best), _offloaded(best))))
-    return f"{lost}sharded over {best.plan.dp_shard} it needs {needs} of {usable}{', ' + how if how else ''}"
+    how = ", ".join(filter(None, (_split(best), _resident(best), _recomputing(best), _offloaded(best))))
+    sharded = f"sharded over {best.plan.dp_shard} it" if best.plan.dp_shard > 1 else "it"
+    return f"{lost}{sharded} needs {needs} of {usable}{', ' + how if how else ''}"
+
+
+def _split(one: Considered) -> str:
+    if one.plan.tp == 1:
+        return ""
+    return f"with its layers split over {one.plan.tp} ranks that see the same data ({one.plan.data_parallel_size} micro-batches a step)"
 
 
 def _resident(one: Considered) -> str:

@@ -23,6 +23,11 @@ class Considered:
         """What a device must have: for the step, and for loading before it."""
         return max(self.estimate.device_bytes, self.estimate.load_device_bytes)
 
+    @property
+    def share_s(self) -> float:
+        """Seconds per micro-batch of all ranks: plans whose steps see different numbers of them compare by this."""
+        return self.estimate.step_s / self.plan.data_parallel_size
+
 
 def inject(model: ModelSpec, train: TrainSpec) -> ModelSpec:
     """The model with the adapter that the training wants, unless it is there already."""

@@ -8,35 +8,65 @@ from typing import Any
 from lightning_shard.hardware import Cluster
 from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
 from lightning_shard.specs import ModelSpec
+from lightning_shard.specs.split import why_not_split
 
 PINNABLE: dict[str, tuple[Any, ...]] = {
-    "tp": (1,),
     "offload": ("none", "all"),
     "activation_checkpoint": ("none", "selective", "full"),
 }
 """Where the planner cannot weigh everything the Plan can say: what a user may ask of it."""
+WITHOUT_TP: dict[str, tuple[Any, ...]] = {"adapters": ("sharded",), "resident_blocks": (0, (), [])}
+"""What the engine asks of a plan that splits layers over tensor-parallel ranks."""
 
 
-def layouts(cluster: Cluster, pin: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, tp) whose product is the world and that honour the pins, simplest first.
+def layouts(model: ModelSpec, cluster: Cluster, pin: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, tp) whose product is the world and that honour the pins, simplest first. Tensor
+    parallelism only as the model's layers divide, inside a node.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is none, or the pinned ``tp`` cannot be carried out; says why.
     """
     world = cluster.world_size
     found = 0
-    for tp in PINNABLE["tp"]:
+    for tp in _tensor_sizes(model, cluster, pin):
         for shard in divisors(world // tp):
             layout = {"dp_replicate": world // tp // shard, "dp_shard": shard, "tp": tp}
+            replicas = shard == 1 and tp == 1
+            if replicas and pin.get("offload") == "all":
+                continue  # shards can wait in host memory, whole copies cannot
             if all(pin.get(name, size) == size for name, size in layout.items()):
                 found += 1
                 yield layout["dp_replicate"], shard, tp
     if not found:
-        wanted = {name: pin[name] for name in ("dp_replicate", "dp_shard", "tp") if name in pin}
+        wanted = {name: pin[name] for name in ("dp_replicate", "dp_shard", "tp", "offload") if name in pin}
         raise ValueError(
-            f"No layout of {world} devices honours the pins {wanted}: dp_replicate x dp_shard x tp must be {world}. Change "
-            "the pins or the devices."
+            f"No layout of {world} devices honours the pins {wanted}: dp_replicate x dp_shard x tp must be {world}, and "
+            "offload=all needs shards. Change the pins or the devices."
         )
+
+
+def _tensor_sizes(model: ModelSpec, cluster: Cluster, pin: Mapping[str, Any]) -> list[int]:
+    """The tensor-parallel sizes to weigh: the pinned one, or all that can be carried out."""
+    if "tp" in pin:
+        refusal = why_not_tp(model, cluster, pin["tp"], pin)
+        if refusal is not None:
+            raise ValueError(f"pin tp={pin['tp']!r} cannot be carried out: {refusal}.")
+        return [pin["tp"]]
+    return [tp for tp in divisors(cluster.devices_per_node) if why_not_tp(model, cluster, tp, pin) is None]
+
+
+def why_not_tp(model: ModelSpec, cluster: Cluster, tp: int, pin: Mapping[str, Any]) -> str | None:
+    """Why a plan cannot have this ``tp``; None when it can."""
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        return "it must be a whole number, 1 or more"
+    if tp == 1:
+        return None
+    if cluster.devices_per_node % tp:
+        return f"its ranks must lie inside a node, and it does not divide the {cluster.devices_per_node} devices of one"
+    for name, allowed in WITHOUT_TP.items():
+        if name in pin and pin[name] not in allowed:
+            return f"{name}={pin[name]!r} does not go with tensor parallelism, leave that pin out"
+    return why_not_split(model, tp)
 
 
 def base_plan(layout: tuple[int, int, int], model: ModelSpec, pin: Mapping[str, Any]) -> Plan:
@@ -45,14 +75,16 @@ def base_plan(layout: tuple[int, int, int], model: ModelSpec, pin: Mapping[str, 
     """
     replicate, shard, tp = layout
     fields = dict(pin)
-    if shard == 1 and tp == 1:  # nothing is gathered, so nothing is resharded, kept or offloaded
+    if tp > 1:
+        fields |= {"adapters": "sharded", "resident_blocks": 0}
+    elif shard == 1:  # nothing is gathered, so nothing is resharded, kept or offloaded
         fields |= {"reshard_after_forward": True, "resident_blocks": 0, "adapters": "sharded", "offload": "none"}
-    else:
-        fields |= {"torch_ddp": False}
-        if model.adapter is not None and tp == 1:
-            fields.setdefault("adapters", "replicated")
+    elif model.adapter is not None:
+        fields.setdefault("adapters", "replicated")
+    if shard > 1 or tp > 1:
+        fields["torch_ddp"] = False
     plan = Plan(**{**fields, "dp_replicate": replicate, "dp_shard": shard, "tp": tp})
-    if shard > 1 or replicate == 1 or plan.bucket_cap_mb is not None:
+    if plan.strategy == "fsdp2" or replicate == 1 or plan.bucket_cap_mb is not None:
         return plan
     size = tuned_bucket_bytes(4 * model.num_trainable, plan.world_size)
     return dataclasses.replace(plan, bucket_cap_mb=math.ceil(size / MIB * 1000) / 1000)

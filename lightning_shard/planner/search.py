@@ -1,4 +1,8 @@
-"""Search: every layout once, then the dials of the promising ones turned as far as memory allows."""
+"""Search: every layout once, then the dials of the promising ones turned as far as memory allows.
+
+Tensor-parallel ranks see the same data, so such a plan's steps see fewer sequences than the others': its dials are
+turned only where nothing else fits.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +20,8 @@ REFINED = 6
 
 class Search:
     """The plans considered for one model, training and cluster.
+
+    The pins' ``tp`` and layout are checked when plans are made.
 
     Args:
         model: with its adapter injected.
@@ -36,23 +42,41 @@ class Search:
 
     def run(self) -> list[Considered]:
         """Every plan that was weighed."""
-        bases = [self._try(base_plan(layout, self._model, self._pin)) for layout in layouts(self._cluster, self._pin)]
+        bases = [self._try(base_plan(layout, self._model, self._pin)) for layout in self._layouts()]
+        self._refine([one for one in bases if one.plan.tp == 1])
+        if not any(self._fits(one) for one in self._seen.values() if one.plan.tp == 1):
+            self._refine([one for one in bases if one.plan.tp > 1])
+        return list(self._seen.values())
+
+    def _layouts(self) -> Iterator[tuple[int, int, int]]:
+        return layouts(self._model, self._cluster, self._pin)
+
+    def _refine(self, bases: list[Considered]) -> None:
         fitting = sorted((one for one in bases if self._fits(one)), key=lambda one: one.estimate.step_s)
         others = sorted((one for one in bases if not self._fits(one)), key=lambda one: one.needs_bytes)
         for one in [*fitting[:REFINED], *others[:REFINED]]:
             for settled in self._make_fit(one.plan):
                 self._fill(settled.plan)
-        return list(self._seen.values())
 
     def leanest(self) -> Considered:
-        """The plan that needs least, without a search: everything sharded and recomputed."""
-        layout = max(layouts(self._cluster, self._pin), key=lambda sizes: sizes[1])
-        plans = [base_plan(layout, self._model, self._pin)]
-        if self._free("activation_checkpoint"):
-            plans.append(dataclasses.replace(plans[0], activation_checkpoint="full"))
-        if self._free("adapters"):
-            plans += [dataclasses.replace(plan, adapters="sharded") for plan in plans]
-        return min(map(self._try, plans), key=lambda one: one.needs_bytes)
+        """The plan that needs least, without a search: everything sharded and recomputed. Layers are split only
+        where that does not fit.
+        """
+        most: dict[int, tuple[int, int, int]] = {}
+        for layout in self._layouts():
+            most[layout[2]] = max(layout, most.get(layout[2], layout), key=lambda sizes: sizes[1])
+        tried = []
+        for layout in most.values():
+            plan = base_plan(layout, self._model, self._pin)
+            plans = [plan]
+            if self._free("activation_checkpoint"):
+                plans = [dataclasses.replace(plan, activation_checkpoint="full"), plan]
+            if self._free("adapters") and plan.adapters != "sharded":
+                plans = [*(dataclasses.replace(one, adapters="sharded") for one in plans), *plans]
+            tried.append(min(map(self._try, plans), key=lambda one: one.needs_bytes))
+            if self._fits(tried[-1]):
+                break
+        return min(tried, key=lambda one: one.needs_bytes)
 
     def _make_fit(self, plan: Plan) -> Iterator[Considered]:
         """The plan, or what makes it fit: adapters sharded with their blocks, just enough recomputing blocks."""

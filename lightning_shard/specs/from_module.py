@@ -8,6 +8,7 @@ from lightning_shard.blocks import find_blocks, find_embedding, find_head
 from lightning_shard.specs.adapter import AdapterSpec
 from lightning_shard.specs.from_config import read_architecture
 from lightning_shard.specs.model import ModelSpec, TensorSpec, UnitKind, UnitSpec
+from lightning_shard.specs.split import layer_styles
 
 BIG_LEAF_SHARE = 0.25
 _LEAVES: dict[str, UnitKind] = {"Embedding": "embedding", "Linear": "head"}
@@ -29,6 +30,7 @@ def read_module(module: Any, *, name: str | None = None) -> ModelSpec:
         tied=tuple(_ties(module)),
         architecture=None if config is None else read_architecture(config),
         adapter=_adapter(module),
+        tp_plan=_tp_plan(module),
         warnings=() if blocks else (_no_blocks(module, parameters),),
     )
 
@@ -125,6 +127,14 @@ def _config(module: Any) -> Any | None:
     """The config of the outermost submodule that has one of transformers' kind."""
     configs = (getattr(part, "config", None) for _, part in module.named_modules())
     return next((config for config in configs if isinstance(getattr(config, "model_type", None), str)), None)
+
+
+def _tp_plan(module: Any) -> tuple[tuple[str, str], ...]:
+    """The plan of the outermost module whose own class has one (peft's wrapper answers for the model inside it)."""
+    for _, part in module.named_modules():
+        if hasattr(type(part), "tp_plan") and part.tp_plan:
+            return layer_styles(part.tp_plan)
+    return ()
 
 
 def _adapter(module: Any) -> AdapterSpec | None:

@@ -78,6 +78,8 @@ class ModelSpec:
     """Facts for activations; None means they are estimated coarsely from the shapes."""
     adapter: AdapterSpec | None = None
     """The adapter whose tensors are among the units; None where there is none."""
+    tp_plan: tuple[tuple[str, str], ...] = ()
+    """How the model itself would split its blocks' layers: (layer within a block, transformers' style)."""
     warnings: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[tuple[UnitSpec, TensorSpec]]:

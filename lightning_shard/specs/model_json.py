@@ -23,7 +23,7 @@ def spec_from_dict(values: dict[str, Any]) -> ModelSpec:
         )
     try:
         return _build({key: value for key, value in values.items() if key != "format"})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"The model spec is not complete: {error}. Make it again with `lightning-shard spec`."
         ) from error
@@ -49,6 +49,7 @@ def _build(values: dict[str, Any]) -> ModelSpec:
             "tied": tuple((str(first), str(second)) for first, second in values.get("tied", ())),
             "architecture": None if facts is None else Architecture(**facts),
             "adapter": None if adapter is None else AdapterSpec.from_dict(adapter),
+            "tp_plan": tuple((str(layer), str(style)) for layer, style in values.get("tp_plan", ())),
             "warnings": tuple(values.get("warnings", ())),
         }
     )

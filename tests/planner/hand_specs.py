@@ -4,6 +4,14 @@ from lightning_shard.hardware import Cluster, find_device, find_link, link_betwe
 from lightning_shard.specs import Architecture, ModelSpec, TensorSpec, UnitSpec
 
 GIB = 2**30
+TP_PLAN = (
+    *((f"self_attn.{name}_proj", "colwise") for name in ("q", "k", "v")),
+    ("self_attn.o_proj", "rowwise"),
+    ("mlp.gate_proj", "colwise"),
+    ("mlp.up_proj", "colwise"),
+    ("mlp.down_proj", "rowwise"),
+)
+"""How transformers' Llama splits its layers."""
 
 
 def llama(
@@ -54,6 +62,7 @@ def llama(
         family="llama",
         units=tuple(units),
         tied=(("model.embed_tokens.weight", "lm_head.weight"),) if tied else (),
+        tp_plan=TP_PLAN,
         architecture=Architecture(
             family="llama",
             hidden=hidden,

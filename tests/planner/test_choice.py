@@ -104,7 +104,7 @@ def test_every_layout_is_weighed_and_accounted_for() -> None:
     decision = choose(LLAMA_8B, LORA, cluster())
     found = [decision.plan, *(row.plan for row in decision.rejected)]
     assert len(found) == len(set(found))
-    assert {(plan.dp_replicate, plan.dp_shard) for plan in found} == {(8, 1), (4, 2), (2, 4), (1, 8)}
+    assert {(plan.dp_replicate, plan.dp_shard) for plan in found if plan.tp == 1} == {(8, 1), (4, 2), (2, 4), (1, 8)}
     assert all(plan.world_size == 8 for plan in found)
     assert min(found, key=simplicity).strategy == "ddp"
 
@@ -172,7 +172,12 @@ def test_ddp_buckets_are_sized_from_what_trains() -> None:
     ("pin", "message"),
     [
         ({"color": 1}, "'color' is not a field of a Plan"),
-        ({"tp": 2}, "tp=2 cannot be weighed yet"),
+        ({"tp": 3}, "tp=3 cannot be carried out: its ranks must lie inside a node, .* 8 devices of one"),
+        ({"tp": 16}, "tp=16 cannot be carried out: its ranks must lie inside a node"),
+        ({"tp": 0}, "tp=0 cannot be carried out: it must be a whole number, 1 or more"),
+        ({"tp": 2, "adapters": "replicated"}, "adapters='replicated' does not go with tensor parallelism"),
+        ({"tp": 2, "resident_blocks": 4}, "resident_blocks=4 does not go with tensor parallelism"),
+        ({"offload": "all", "dp_shard": 1, "tp": 1}, "offload=all needs shards"),
         ({"offload": "optimizer"}, "offload='optimizer' cannot be weighed yet"),
         ({"dp_shard": 3}, "No layout of 8 devices honours"),
         ({"dp_replicate": 2, "dp_shard": 8}, "No layout of 8 devices honours"),

@@ -96,7 +96,7 @@ def test_for_people(spec_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "a100-80", "--lora-r", "0"], "r=0 must be a whole number"),
         (["--device", "a100-80", "--headroom", "1.5"], "headroom=1.5"),
         (["--device", "a100-80", "--pin", "tp"], "is not KEY=VALUE"),
-        (["--device", "a100-80", "--pin", "tp=2"], "tp=2 cannot be weighed yet"),
+        (["--device", "a100-80", "--pin", "tp=2"], "tp=2 cannot be carried out: its ranks must lie inside a node"),
         (["--device", "a100-80", "--dtype", "float3"], "dtype='float3' is not known"),
         (["--device", "a100-80", "--simulate"], "runs the model's own code"),
         (["--device", "a100-80", "--links", "missing.json"], "is no link profile"),

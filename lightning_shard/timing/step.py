@@ -1,7 +1,7 @@
-"""Seconds of a step, term by term: enough to rank plans, not to promise throughput.
+"""The terms of a step: compute, collectives that hide behind it and those that do not, the update.
 
-Compute is FLOPs over peak and efficiency; a collective is (hops x latency) + (n-1)/n x bytes / bandwidth, an
-all-reduce twice that; collectives hide behind compute on accelerators and do not on hosts.
+Compute is FLOPs over peak and efficiency; an all-reduce is twice a gather or reduction of its bytes; data-parallel
+collectives hide behind compute on accelerators and do not on hosts, tensor-parallel sums never do.
 """
 
 import math
@@ -14,6 +14,8 @@ from lightning_shard.memory import Situation
 from lightning_shard.memory.groups import Group
 from lightning_shard.plans import tuned_bucket_bytes
 from lightning_shard.specs import TensorSpec
+from lightning_shard.timing.links import Ring, all_reduce_s, collective_s, ring_of
+from lightning_shard.timing.tensor_parallel import tensor_sums
 
 ATTENTION_BACKWARD = 2.5
 """Backward of fused attention against its forward: it recomputes the scores (FlashAttention paper, 2.5x)."""
@@ -45,19 +47,6 @@ class StepTime:
     """The model's own FLOPs per device, recomputation not counted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
-    """The ranks of one collective: how many on each node, over how many nodes."""
-
-    per_node: int
-    nodes: int
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.per_node * self.nodes
-
-
 def time_step(s: Situation) -> StepTime:
     """The time of one optimizer step."""
     forward, backward = compute_flops(s)
@@ -71,14 +60,15 @@ def time_step(s: Situation) -> StepTime:
     )
     step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
     compute_s = s.train.accumulate * (forward_s + backward_s)
-    step_s += _offload_s(s)
+    sums_s, sums_bytes = _tensor_parallel(s)
+    step_s += _offload_s(s) + sums_s
     return StepTime(
         step_s=step_s + update_s,
         compute_s=compute_s,
-        comm_s=comm_s,
+        comm_s=comm_s + sums_s,
         exposed_s=max(0.0, step_s - compute_s),
-        comm_bytes=int(comm_bytes),
-        flops=s.train.accumulate * (forward + backward),
+        comm_bytes=int(comm_bytes + sums_bytes),
+        flops=s.train.accumulate * sum(compute_flops(s, own=True)),
     )
 
 
@@ -94,9 +84,21 @@ def _offload_s(s: Situation) -> float:
     return copied / HOST_BUS_BYTES_PER_S + UPDATE_BYTES_PER_ELEMENT * s.total("trained_numel") / HOST_BYTES_PER_S
 
 
-def compute_flops(s: Situation) -> tuple[float, float]:
+def _tensor_parallel(s: Situation) -> tuple[float, float]:
+    """Seconds and bytes sent of the sums inside blocks. The next product waits for each, so nothing hides them."""
+    if s.plan.tp == 1:
+        return 0.0, 0.0
+    ring, sums = ring_of(s.cluster, s.plan.tp, 1), tensor_sums(s)
+    rounds = s.train.accumulate
+    seconds = all_reduce_s(s.cluster, ring, sums.num_bytes, messages=sums.messages)
+    return rounds * seconds, rounds * _sum_share(s.plan.tp) * sums.num_bytes
+
+
+def compute_flops(s: Situation, *, own: bool = False) -> tuple[float, float]:
     """Forward and backward FLOPs of one micro-batch: 2 per weight and token forward, 2 for the input's gradient,
     2 more for the weight's where it trains (6 PT in full, 4 PT with adapters); attention on top.
+
+    ``own`` counts what tensor-parallel ranks all compute (head, norms) once for all of them.
     """
     tokens = num_tokens(s.model, s.train)
     used = trained = 0.0
@@ -105,6 +107,7 @@ def compute_flops(s: Situation) -> tuple[float, float]:
             continue
         for tensor in group.unit.tensors:
             active = group.count * tensor.numel * _active_share(s, tensor)
+            active /= s.plan.tp if own and group.kind != "block" else 1
             used += active
             trained += active if tensor.trainable else 0.0
     scores = _attention_flops(s)
@@ -173,7 +176,9 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, 
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
     comm_s = gathers * (gather_s + again_s) + reductions * reduce_s + once_s
     share = (ring.size - 1) / ring.size
-    sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes) + 2 * flat_bytes
+    sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes)
+    sent += _sum_share(s.plan.dp_replicate) * reduced.num_bytes / s.plan.dp_shard
+    sent += _sum_share(s.plan.data_parallel_size) * flat_bytes
     compute_s = rounds * (forward_s + backward_s)
     if s.cluster.accelerator == "cpu":
         return compute_s + comm_s, comm_s, sent
@@ -182,6 +187,11 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, 
     hidden += max(rounds * backward_s, beside)
     ends_s = gather_s / max(1, forward.messages) + reduce_s / max(1, reduced.messages)
     return hidden + ends_s, comm_s, sent
+
+
+def _sum_share(ranks: int) -> float:
+    """Bytes each of so many ranks sends in an all-reduce, in units of what is summed."""
+    return 2 * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,45 +224,3 @@ def _across_replicas(s: Situation, shard_bytes: int) -> float:
         return 0.0
     ring = ring_of(s.cluster, s.plan.dp_replicate, s.plan.dp_shard * s.plan.tp)
     return all_reduce_s(s.cluster, ring, shard_bytes, messages=s.model.num_blocks)
-
-
-def ring_of(cluster: Cluster, size: int, stride: int) -> Ring:
-    """The ranks of a group of ``size`` whose neighbours are ``stride`` ranks apart."""
-    per_node = min(size, max(1, cluster.devices_per_node // stride))
-    return Ring(per_node=per_node, nodes=math.ceil(size / per_node))
-
-
-def collective_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
-    """Seconds of all-gathers or reduce-scatters that move ``size_bytes`` in all, in so many messages.
-
-    Each goes around the ring hop by hop, over every rank of it: NCCL's algorithm for them (nccl src/graph/tuning.cc
-    counts as many steps), so their latency grows with the ranks. See :func:`all_reduce_s` for the other kind.
-    """
-    hops_s = (ring.size - ring.nodes) * cluster.intra_link.latency_s
-    if ring.nodes > 1:
-        hops_s += ring.nodes * cluster.inter_link.latency_s
-    return _messages_s(cluster, ring, size_bytes, messages * hops_s)
-
-
-def all_reduce_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
-    """Seconds of all-reduces: twice the bytes, and between nodes a tree's hops, which NCCL takes where it is faster."""
-    hops_s = (ring.per_node - 1) * cluster.intra_link.latency_s
-    if ring.nodes > 1:
-        hops_s += math.ceil(math.log2(ring.nodes)) * cluster.inter_link.latency_s
-    return 2 * _messages_s(cluster, ring, size_bytes, messages * hops_s)
-
-
-def _messages_s(cluster: Cluster, ring: Ring, size_bytes: float, hops_s: float) -> float:
-    if ring.size == 1:
-        return 0.0
-    return hops_s + (ring.size - 1) / ring.size * size_bytes / bandwidth(cluster, ring)
-
-
-def bandwidth(cluster: Cluster, ring: Ring) -> float:
-    """Bus bandwidth of a group: the in-node link, or its share of the node's network where that is less."""
-    if ring.nodes == 1:
-        return cluster.intra_link.bytes_per_s
-    link = cluster.inter_link
-    node = link.bytes_per_s * (1 if link.shared_by_node else cluster.devices_per_node)
-    share = node * ring.per_node / cluster.devices_per_node
-    return min(share, cluster.intra_link.bytes_per_s) if ring.per_node > 1 else share

@@ -1,0 +1,77 @@
+"""What tensor-parallel ranks sum inside blocks: outputs of split rows forward, inputs' gradients of split columns
+backward (:mod:`lightning_shard.parallelize.tensor`).
+"""
+
+from dataclasses import dataclass
+
+from lightning_shard.activations.block import num_tokens
+from lightning_shard.activations.linears import find_linears, norms_train
+from lightning_shard.memory import Situation
+from lightning_shard.memory.situation import Block, input_needs_gradient
+from lightning_shard.specs import TensorSpec
+from lightning_shard.specs.split import COLUMNS, ROWS, SUMMED, split_layers, style_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """All-reduces of one micro-batch: bytes summed, and how many."""
+
+    num_bytes: int = 0
+    messages: int = 0
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.num_bytes + other.num_bytes, self.messages + other.messages)
+
+    def __mul__(self, count: int) -> "Sums":
+        return Sums(self.num_bytes * count, self.messages * count)
+
+
+def tensor_sums(s: Situation) -> Sums:
+    """Of all blocks, recomputing ones forward twice."""
+    total = Sums()
+    if s.plan.tp == 1:
+        return total
+    for block in s.blocks:
+        rows, columns = (split_layers(s.model, block.group.unit.tensors, style) for style in (ROWS, COLUMNS))
+        forward = _of(s, [tensor.shape[0] for tensor in rows])
+        backward = _of(s, [tensor.shape[1] for tensor in columns])
+        total += (forward + backward + _shared_weights(s, block)) * block.group.count
+        total += _of(s, [tensor.shape[0] for tensor in _summed_again(rows)]) * block.recomputing
+    return total + _of(s, [_hidden(s)] * _without_gradient(s)) * -1
+
+
+def _of(s: Situation, widths: list[int]) -> Sums:
+    return Sums(s.compute_bytes * num_tokens(s.model, s.train) * sum(widths), len(widths))
+
+
+def _hidden(s: Situation) -> int:
+    return s.model.architecture.hidden if s.model.architecture is not None else 0
+
+
+def _summed_again(rows: list[TensorSpec]) -> list[TensorSpec]:
+    """Recomputation stops once all that is kept is back: a last product without an adapter sums no second time."""
+    adapted = any(tensor.adapter and tensor.name.startswith(_layer(rows)) for tensor in rows)
+    return rows if adapted or not rows else [tensor for tensor in rows if not tensor.name.startswith(_layer(rows))]
+
+
+def _layer(rows: list[TensorSpec]) -> str:
+    """The last split layer, which ends the block."""
+    last = [tensor for tensor in rows if not tensor.adapter][-1]
+    return last.name.removesuffix(".weight").removesuffix(".base_layer")
+
+
+def _shared_weights(s: Situation, block: Block) -> Sums:
+    """Gradients of weights that every rank uses for its own heads (norms of queries and keys)."""
+    weights = [t for t in block.group.unit.tensors if t.trainable and style_of(s.model, t) == SUMMED]
+    return Sums(s.compute_bytes * sum(tensor.numel for tensor in weights), len(weights))
+
+
+def _without_gradient(s: Situation) -> int:
+    """Layers of the first block whose input needs no gradient, so that none is summed."""
+    if not s.blocks or input_needs_gradient(s.model) or norms_train(s.blocks[0].group.unit):
+        return 0
+    linears, arch = find_linears(s.blocks[0].group.unit), s.model.architecture
+    shared = linears.reading("mlp_in") if arch is not None and arch.shared_norm else ()
+    uses = (*linears.reading("attention_in"), *shared)
+    split = {tensor.name for tensor in split_layers(s.model, s.blocks[0].group.unit.tensors, COLUMNS)}
+    return sum(any(name.startswith(f"{use.name}.") for name in split) for use in uses)
