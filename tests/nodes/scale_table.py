@@ -1,4 +1,8 @@
-"""The tables of docs/many-nodes.md: python tests/nodes/scale_table.py > tables.md. Needs no GPU and no weights."""
+"""The tables of docs/many-nodes.md. Needs no GPU and no weights.
+
+python tests/nodes/scale_table.py               what is planned: seconds
+python tests/nodes/scale_table.py --simulate    some of the same plans' steps, run without memory: minutes
+"""
 
 import sys
 from collections.abc import Iterator
@@ -17,6 +21,14 @@ DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PER_NODE = 8
 FULL = TrainSpec(micro_batch_size=1, seq_len=8192, precision="bf16-true")
 LORA = replace(FULL, adapter=AdapterSpec(r=16, alpha=32.0))
+
+SIMULATED = (
+    ("Llama 8B", FULL, (8, 64, 512)),
+    ("Llama 8B", LORA, (8, 64)),
+    ("Llama 70B", FULL, (64,)),
+    ("Llama 70B", LORA, (8, 64)),
+)
+"""What --simulate runs."""
 
 
 def cluster(num_devices: int, device: str = "h100-sxm", between: str = "ib400") -> Cluster:
@@ -82,5 +94,29 @@ def tables() -> Iterator[str]:
             yield ""
 
 
+def simulated() -> Iterator[str]:
+    """Plans of the tables against their own step, run on tensors without memory."""
+    from lightning_shard.simulate import simulate
+
+    yield "| model | devices | GiB a device, planned | simulated | GB over the wire a device, planned | simulated | collectives |"
+    yield "|--|--:|--:|--:|--:|--:|--:|"
+    for name, train, sizes in SIMULATED:
+        model = ModelSpec.from_pretrained(CONFIGS / MODELS[name])
+        for count in sizes:
+            decision = plan(model, train, cluster(count))
+            found = simulate(CONFIGS / MODELS[name], train, decision.plan, depth="extrapolated")
+            ranks = {"all_gather": decision.plan.dp_shard, "reduce_scatter": decision.plan.dp_shard}
+            sent, calls = 0.0, []
+            for one in found.collectives:
+                n = ranks.get(one.kind, decision.plan.dp_replicate if decision.plan.dp_replicate > 1 else count)
+                sent += one.num_bytes * (n - 1) / n * (2 if one.kind == "all_reduce" else 1)
+                calls.append(f"{one.count} {one.kind.replace('_', '-')}")
+            yield (
+                f"| {name} {'LoRA' if train.adapter else 'full'} | {count:,} | {decision.estimate.device_bytes / 2**30:.1f} | "
+                f"{found.device_bytes / 2**30:.1f} | {size(decision.estimate.comm_bytes)} | {size(sent)} | {', '.join(calls)} |"
+            )
+            sys.stderr.write(f"{name} {count}: {found.wall_s:.0f} s\n")
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(tables()))
+    sys.stdout.write("\n".join(simulated() if "--simulate" in sys.argv else tables()) + "\n")
