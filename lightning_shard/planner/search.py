@@ -45,7 +45,10 @@ class Search:
         bases = [self._try(base_plan(layout, self._model, self._pin)) for layout in self._layouts()]
         self._refine([one for one in bases if one.plan.tp == 1])
         if not any(self._fits(one) for one in self._seen.values() if one.plan.tp == 1):
-            self._refine([one for one in bases if one.plan.tp > 1])
+            for tp in sorted(
+                {one.plan.tp for one in bases} - {1}
+            ):  # each size: the leanest of all are those of the largest
+                self._refine([one for one in bases if one.plan.tp == tp])
         return list(self._seen.values())
 
     def _layouts(self) -> Iterator[tuple[int, int, int]]:

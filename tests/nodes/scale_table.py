@@ -17,6 +17,8 @@ from lightning_shard.traffic import link_bytes
 
 CONFIGS = Path(__file__).parents[1] / "planner/configs"
 MODELS = {"Llama 8B": "llama-3.1-8b", "Llama 70B": "llama-3-70b", "Llama 405B": "llama-3.1-405b"}
+LENGTH = {"Llama 405B": 4096}
+"""Tokens per sequence where 8,192 do not fit at any size."""
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PER_NODE = 8
 FULL = TrainSpec(micro_batch_size=1, seq_len=8192, precision="bf16-true")
@@ -85,12 +87,13 @@ def tables() -> Iterator[str]:
     """Every model, in full and with LoRA."""
     for name, folder in MODELS.items():
         model = ModelSpec.from_pretrained(CONFIGS / folder)
+        length = LENGTH.get(name, FULL.seq_len)
         for what, train in (("full", FULL), ("LoRA r 16 on all linear layers", LORA)):
-            yield f"#### {name}, {what}\n"
+            yield f"#### {name}, {what}, sequences of {length:,}\n"
             yield "| devices | plan | GiB a device | GB inside the node, per device | GB out of a node | tokens/s a device | MFU / not waiting |"
             yield "|--:|--|--:|--:|--:|--:|--:|"
             for count in DEVICES:
-                yield row(model, train, cluster(count))
+                yield row(model, replace(train, seq_len=length), cluster(count))
             yield ""
 
 
