@@ -74,12 +74,15 @@ class Plan:
             object.__setattr__(self, "resident_blocks", tuple(self.resident_blocks))
         if not isinstance(self.resident_blocks, tuple):
             _require_int("resident_blocks", self.resident_blocks, minimum=0)
+        elif not all(isinstance(name, str) for name in self.resident_blocks):
+            raise ValueError(f"resident_blocks={self.resident_blocks!r} must be a number of blocks, or their names.")
         if self.activation_checkpoint_blocks is not None:
             _require_int("activation_checkpoint_blocks", self.activation_checkpoint_blocks, minimum=0)
         for name, choices in _CHOICES.items():
             _require_choice(name, getattr(self, name), choices)
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be above 0 MiB, or None to have it tuned.")
+        cap = self.bucket_cap_mb
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0):
+            raise ValueError(f"bucket_cap_mb={cap!r} must be above 0 MiB, or None to have it tuned.")
         self._check_reshard()
 
     def _check_reshard(self) -> None:

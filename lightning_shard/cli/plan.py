@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from lightning_shard.cli.plot import save_plot
-from lightning_shard.cli.where import add_cluster_arguments, read_cluster
+from lightning_shard.cli.where import Parser, add_cluster_arguments, read_cluster
 from lightning_shard.hardware import LinkProfile
 from lightning_shard.planner import Calibration, Decision, choose
 from lightning_shard.specs import OPTIMIZERS, PRECISIONS, AdapterSpec, ModelSpec, TrainSpec, format_bytes
@@ -25,7 +25,14 @@ def main(argv: list[str]) -> int:
         calibration = Calibration.load(arguments.calibrate)
         cluster = calibration.apply(cluster)
         notes.append(calibration.describe())
-    decision = choose(_model(arguments), train, cluster, headroom=arguments.headroom, pin=_pins(arguments.pin))
+    decision = choose(
+        _model(arguments),
+        train,
+        cluster,
+        headroom=arguments.headroom,
+        pin=_pins(arguments.pin),
+        surroundings="command line",
+    )
     if arguments.simulate:
         decision, differences = _simulated(decision, train, arguments)
         notes += differences
@@ -36,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-shard plan", description=__doc__)
+    parser = Parser(prog="lightning-shard plan", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder with a config.json, a saved spec, or a hub id")
     add_cluster_arguments(parser)
     train = parser.add_argument_group("what is trained")

@@ -30,6 +30,7 @@ def print_decision(decision: Decision, *, show_all: bool = False, notes: Sequenc
         console.print(bar)
     for line in notes:
         console.print(line)
+    console.print(_checklist_table(decision))
     for line in decision.advice:
         console.print(f"- {line}")
     for line in decision.estimate.not_modelled:
@@ -51,9 +52,16 @@ def _memory_table(decision: Decision) -> Table:
     for name, size in sorted(estimate.terms.items(), key=lambda row: -row[1]):
         table.add_row(name.replace("_", " "), _gib(size))
     table.add_section()
-    for name in ("allocated_bytes", "reserved_bytes", "device_bytes", "load_peak_bytes"):
+    for name in ("allocated_bytes", "reserved_bytes", "device_bytes", "load_peak_bytes", "resume_peak_bytes"):
         table.add_row(name.removesuffix("_bytes").replace("_", " "), _gib(getattr(estimate, name)))
     table.add_row(f"usable ({decision.headroom:.0%} headroom)", _gib(decision.limit_bytes))
+    return table
+
+
+def _checklist_table(decision: Decision) -> Table:
+    table = Table(title="Checklist", title_justify="left", show_header=False)
+    for answer in decision.checklist:
+        table.add_row(answer.topic, answer.answer)
     return table
 
 

@@ -2,6 +2,9 @@
 
 import argparse
 import dataclasses
+from typing import NoReturn
+
+from typing_extensions import override
 
 from lightning_shard.hardware import (
     GPUS,
@@ -14,6 +17,14 @@ from lightning_shard.hardware import (
     link_inside_node,
 )
 from lightning_shard.specs import parse_bytes
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as everything else does."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. See {self.prog} --help.")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +50,7 @@ def read_cluster(arguments: argparse.Namespace) -> Cluster:
             raise ValueError(f"--{name} {count} must be 1 or more.")
     memory_bytes = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
     if arguments.device is None and memory_bytes is None:
-        return _with_links(Cluster.detect(devices=arguments.devices, nodes=arguments.nodes), arguments)
+        return _with_links(_detected(arguments), arguments)
     device = _device(arguments.device, memory_bytes)
     cluster = Cluster(
         num_nodes=arguments.nodes,
@@ -51,6 +62,13 @@ def read_cluster(arguments: argparse.Namespace) -> Cluster:
         accelerator="cpu" if device.name == "cpu" else "gpu",
     )
     return _with_links(cluster, arguments)
+
+
+def _detected(arguments: argparse.Namespace) -> Cluster:
+    try:
+        return Cluster.detect(devices=arguments.devices, nodes=arguments.nodes)
+    except ValueError as error:
+        raise ValueError(f"{error} Options: --device, or --device-memory.") from error
 
 
 def _device(name: str | None, memory_bytes: int | None) -> Device:

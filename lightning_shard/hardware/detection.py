@@ -51,8 +51,8 @@ def _accelerators(name: str, count: int, memory_bytes: int, devices: int | None,
     device = find_device(name)
     if device is None:
         raise ValueError(
-            f"The device {name!r} is not in the hardware table, so its speed is not known. Choose the nearest with "
-            "--device, or give its memory with --device-memory."
+            f"The device {name!r} is not in the hardware table, so its speed is not known. Name the nearest row "
+            "(lightning-shard devices lists them), or give the memory of one device."
         )
     per_node = devices or _launched("LOCAL_WORLD_SIZE") or count
     return Cluster(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_shard.hardware import Cluster
+from lightning_shard.memory import states
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation, make_situation
 from lightning_shard.memory.terms import OVERHEADS, TERMS
@@ -29,6 +30,8 @@ class Estimate:
     """Peak while the weights are loaded."""
     load_device_bytes: int = 0
     """That plus context and communication buffers."""
+    resume_peak_bytes: int = 0
+    """Peak while a checkpoint is loaded into the laid-out model and its optimizer."""
     moments: dict[str, int] = field(default_factory=dict)
     """Allocated bytes at every moment."""
     step_s: float = 0.0
@@ -82,6 +85,7 @@ def measure(situation: Situation) -> Estimate:
         terms=terms,
         load_peak_bytes=load_peak(situation),
         load_device_bytes=load_peak(situation) + extra["device_context"] + extra["collective_buffers"],
+        resume_peak_bytes=resume_peak(situation),
         moments={moment.value: total for moment, total in totals.items()},
         not_modelled=_not_modelled(situation),
     )
@@ -93,6 +97,20 @@ def load_peak(s: Situation) -> int:
     if not s.sharded:
         return rest
     return rest + max(group.stored_bytes for group in s.groups)
+
+
+def resume_peak(s: Situation) -> int:
+    """Peak while resuming: weights and optimizer state at rest, and beside shards the largest trained tensor whole,
+    which comes from the file before it is cut.
+    """
+    whole = max((group.largest_trained_numel for group in s.groups), default=0) if s.sharded else 0
+    return floor_bytes(s) + s.model.buffers_bytes + s.master_bytes * whole
+
+
+def floor_bytes(s: Situation) -> int:
+    """What no step can do without: weights and optimizer state. A measured peak below it is not of this training."""
+    at_rest = (states.frozen_weights, states.trained_weights, states.optimizer_state)
+    return sum(term(s, Moment.OPTIMIZER) for term in at_rest)
 
 
 def _terms_at(situation: Situation, moment: Moment) -> dict[str, int]:

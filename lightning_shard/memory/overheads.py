@@ -4,7 +4,6 @@ from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation
 from lightning_shard.memory.slack import (
     OPEN_SEGMENTS_BYTES,
-    WORKSPACE_BYTES,
     freed_before_update,
     held_by_sharding,
     held_for_loss,
@@ -23,13 +22,13 @@ COLLECTIVE_BYTES = 1024 * MIB
 def allocator_slack(s: Situation, peak: Moment) -> int:
     """What the caching allocator holds and no tensor uses at the peak (see :mod:`lightning_shard.memory.slack`).
 
-    One open segment of each size, a workspace, the pools of other streams, and blocks that are too small for
-    what came later. What forward and backward left is compared with what a foreach step needs: the larger of
+    One open segment of each size, the pools of other streams, and blocks that are too small for what came later.
+    Workspaces that libraries take from the allocator are in :data:`CONTEXT_BYTES`, which was measured with them. What forward and backward left is compared with what a foreach step needs: the larger of
     both moments counts.
     """
     if s.cluster.accelerator == "cpu":
         return 0
-    base = OPEN_SEGMENTS_BYTES + WORKSPACE_BYTES + held_by_sharding(s, peak)
+    base = OPEN_SEGMENTS_BYTES + held_by_sharding(s, peak)
     at_peak = base + (0 if peak is Moment.OPTIMIZER else held_for_loss(s))
     freed, wanted = freed_before_update(s), update_temporaries(s)
     at_update = base + sum(freed) + unplaced(wanted, freed) - sum(wanted) - _above_update(s, peak)

@@ -13,8 +13,6 @@ from lightning_shard.memory.situation import Situation
 from lightning_shard.memory.transit import reduce_buffers
 
 MIB = 2**20
-WORKSPACE_BYTES = 32 * MIB
-"""cuBLAS workspace of one handle and stream on Hopper (8 MiB before), which the caching allocator hands out."""
 OPEN_SEGMENTS_BYTES = 22 * MIB
 """One open segment of each size: 2 MiB for tensors below 1 MiB, 20 MiB for those below 10 MiB."""
 

@@ -7,6 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.hardware import Cluster
+from lightning_shard.specs import format_bytes
+
+FLOOR = ("frozen_weights", "trained_weights", "optimizer_state")
+"""Terms that no step can do without (:func:`lightning_shard.memory.floor_bytes`)."""
+
+
+def _number(values: Any, name: str) -> float:
+    """A figure of the file; 0 where there is none."""
+    value = values.get(name) or 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +41,24 @@ class Calibration:
         try:
             record: dict[str, Any] = json.loads(Path(path).read_text())
             measured, estimate = record["measured"], record["estimate"] or {}
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            step, reserved = (_number(measured, name) for name in ("step_s", "reserved_bytes"))
+            step_s, reserved_bytes = (_number(estimate, name) for name in ("step_s", "reserved_bytes"))
+            floor = sum(_number(estimate.get("terms") or {}, name) for name in FLOOR)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"--calibrate {path} is no file of ShardMonitor ({type(error).__name__}: {error}). Train once with "
+                f"{path} is no file of ShardMonitor ({type(error).__name__}: {error}). Train once with "
                 "ShardMonitor() among the callbacks, and give the shard_monitor.json it writes."
             ) from error
-        step, reserved = measured.get("step_s"), measured.get("reserved_bytes")
-        if not step and not reserved:
+        if reserved and reserved < floor:
             raise ValueError(
-                f"--calibrate {path} holds no measurement: the run was too short. Train for ten steps or more."
+                f"{path} is impossible: {format_bytes(int(reserved))} measured, and the weights and optimizer state of its "
+                f"plan alone take {format_bytes(int(floor))}. Measurement and estimate are not of one run: train again with ShardMonitor."
             )
+        if not step and not reserved:
+            raise ValueError(f"{path} holds no measurement: the run was too short. Train for ten steps or more.")
         return cls(
-            step_ratio=step / estimate["step_s"] if step and estimate.get("step_s") else None,
-            residual_bytes=reserved - estimate["reserved_bytes"]
-            if reserved and estimate.get("reserved_bytes")
-            else None,
+            step_ratio=step / step_s if step and step_s else None,
+            residual_bytes=int(reserved - reserved_bytes) if reserved and reserved_bytes else None,
             source=str(path),
         )
 

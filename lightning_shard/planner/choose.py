@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.hardware import Cluster
-from lightning_shard.planner.advice import what_helps
+from lightning_shard.memory.situation import make_situation
+from lightning_shard.planner.advice import Surroundings, what_helps
+from lightning_shard.planner.checklist import checklist
 from lightning_shard.planner.considered import Considered, estimate, inject
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
-from lightning_shard.planner.grid import simplicity
+from lightning_shard.planner.grid import check_pins, simplicity
 from lightning_shard.planner.search import Search
 from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 
@@ -28,6 +30,7 @@ def choose(
     *,
     headroom: float = 0.1,
     pin: Mapping[str, Any] | None = None,
+    surroundings: Surroundings = "python",
 ) -> Decision:
     """Decide how to run.
 
@@ -43,14 +46,18 @@ def choose(
         cluster: where.
         headroom: share of each device's memory to leave free.
         pin: fields of the Plan that are not to be chosen.
+        surroundings: where the advice will be read, so that it names what can be typed there.
 
     Raises:
         ValueError: for a pin the engine cannot carry out, a headroom out of range, or a sequence the model
             has no positions for.
+        TypeError: for a model, training, pin or headroom of another type.
     """
-    _check(model, train, headroom)
-    pin = pin or {}
+    _check(model, train, cluster, headroom)
+    pin = {} if pin is None else pin
+    check_pins(pin)
     model = inject(model, train)
+    _check_names(model, pin)
     limit = usable_bytes(cluster.capacity_bytes, headroom)
     found = Search(model, train, cluster, limit, pin).run()
     best = _best(found, limit)
@@ -65,7 +72,10 @@ def choose(
         reason=_why(best, found, limit, cluster),
         rejected=tuple(_reject(one, best, limit) for one in found if one is not best),
         shortfall_bytes=short,
-        advice=_what_ddp_lacks(best, found, limit) if fits else tuple(what_helps(model, train, cluster, limit, pin)),
+        advice=_what_ddp_lacks(best, found, limit)
+        if fits
+        else tuple(what_helps(model, train, cluster, limit, pin, surroundings)),
+        checklist=checklist(make_situation(model, train, best.plan, cluster), best.estimate, limit),
     )
 
 
@@ -85,7 +95,12 @@ def _about_as_fast(one: Considered, other: Considered) -> bool:
     return one.share_s <= other.share_s * (1 + tie) + TIE_S / one.plan.data_parallel_size
 
 
-def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
+def _check(model: ModelSpec, train: TrainSpec, cluster: Cluster, headroom: float) -> None:
+    for name, value, kind in (("model", model, ModelSpec), ("train", train, TrainSpec), ("cluster", cluster, Cluster)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}={value!r} must be a {kind.__name__}.")
+    if isinstance(headroom, bool) or not isinstance(headroom, (int, float)):
+        raise TypeError(f"headroom={headroom!r} must be a number: the share of memory to leave free.")
     if not 0.0 <= headroom < 1.0:
         raise ValueError(f"headroom={headroom} must be at least 0 and below 1: the share of memory to leave free.")
     if model.num_trainable == 0 and train.adapter is None:
@@ -97,6 +112,17 @@ def _check(model: ModelSpec, train: TrainSpec, headroom: float) -> None:
     if longest is not None and train.seq_len > longest:
         raise ValueError(
             f"seq_len={train.seq_len} is beyond the {longest} positions of {model.name}. Use at most {longest}."
+        )
+
+
+def _check_names(model: ModelSpec, pin: Mapping[str, Any]) -> None:
+    named = pin.get("resident_blocks")
+    known = {name for unit in model.units for name in unit.names}
+    unknown = sorted(set(named) - known) if isinstance(named, (list, tuple)) else []
+    if unknown:
+        raise ValueError(
+            f"pin resident_blocks names {', '.join(map(repr, unknown))}, which {model.name} does not have. Its units: "
+            f"{', '.join(sorted(known - {''}))}."
         )
 
 

@@ -20,8 +20,11 @@ class Considered:
 
     @property
     def needs_bytes(self) -> int:
-        """What a device must have: for the step, and for loading before it."""
-        return max(self.estimate.device_bytes, self.estimate.load_device_bytes)
+        """What a device must have: for the step, for loading before it, and for resuming."""
+        beside = self.estimate.load_device_bytes - self.estimate.load_peak_bytes
+        return max(
+            self.estimate.device_bytes, self.estimate.load_device_bytes, self.estimate.resume_peak_bytes + beside
+        )
 
     @property
     def share_s(self) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shard.memory import Estimate
+from lightning_shard.planner.checklist import Answer
 from lightning_shard.plans import Plan
 
 MOST_OF_CAPACITY = 0.95
@@ -51,6 +52,8 @@ class Decision:
     """What a device lacks for the plan; 0 where it fits."""
     advice: tuple[str, ...] = ()
     """What would help, each tried out."""
+    checklist: tuple[Answer, ...] = ()
+    """What a careful engineer would ask of the plan, answered."""
 
     @property
     def limit_bytes(self) -> int:
@@ -68,6 +71,7 @@ class Decision:
             "fits": self.fits,
             "shortfall_bytes": self.shortfall_bytes,
             "advice": list(self.advice),
+            "checklist": [answer.to_dict() for answer in self.checklist],
             "rejected": [rejected.to_dict() for rejected in self.rejected],
         }
 
@@ -80,5 +84,6 @@ class Decision:
             estimate=Estimate.from_dict(values["estimate"]),
             rejected=tuple(Rejected(**{**row, "plan": Plan.from_dict(row["plan"])}) for row in values["rejected"]),
             advice=tuple(values["advice"]),
+            checklist=tuple(Answer(**answer) for answer in values.get("checklist", ())),
             **{key: values[key] for key in ("capacity_bytes", "headroom", "fits", "shortfall_bytes")},
         )

@@ -26,23 +26,41 @@ def layouts(model: ModelSpec, cluster: Cluster, pin: Mapping[str, Any]) -> Itera
     Raises:
         ValueError: when there is none, or the pinned ``tp`` cannot be carried out; says why.
     """
+    found = False
+    for layout in find_layouts(model, cluster, pin):
+        found = True
+        yield layout
+    if not found:
+        wanted = {name: pin[name] for name in _LAYOUT_PINS if name in pin}
+        world = cluster.world_size
+        raise ValueError(
+            f"No layout of {world} devices honours the pins {wanted}: dp_replicate x dp_shard x tp must be {world}, "
+            "offload=all needs shards, and a number for reshard_after_forward must divide dp_shard. Change the pins or "
+            "the devices."
+        )
+
+
+_LAYOUT_PINS = ("dp_replicate", "dp_shard", "tp", "offload", "reshard_after_forward")
+
+
+def find_layouts(model: ModelSpec, cluster: Cluster, pin: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """As :func:`layouts`, none where none honours the pins."""
     world = cluster.world_size
-    found = 0
     for tp in _tensor_sizes(model, cluster, pin):
         for shard in divisors(world // tp):
             layout = {"dp_replicate": world // tp // shard, "dp_shard": shard, "tp": tp}
-            replicas = shard == 1 and tp == 1
-            if replicas and pin.get("offload") == "all":
-                continue  # shards can wait in host memory, whole copies cannot
+            if shard == 1 and tp == 1 and (pin.get("offload") == "all" or _sharing(pin) > 1):
+                continue  # shards can wait in host memory or on fewer ranks, whole copies cannot
+            if shard % _sharing(pin):
+                continue
             if all(pin.get(name, size) == size for name, size in layout.items()):
-                found += 1
                 yield layout["dp_replicate"], shard, tp
-    if not found:
-        wanted = {name: pin[name] for name in ("dp_replicate", "dp_shard", "tp", "offload") if name in pin}
-        raise ValueError(
-            f"No layout of {world} devices honours the pins {wanted}: dp_replicate x dp_shard x tp must be {world}, and "
-            "offload=all needs shards. Change the pins or the devices."
-        )
+
+
+def _sharing(pin: Mapping[str, Any]) -> int:
+    """The ranks that a pinned ``reshard_after_forward`` has share a block between forward and backward."""
+    ranks = pin.get("reshard_after_forward", True)
+    return 1 if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 else ranks
 
 
 def _tensor_sizes(model: ModelSpec, cluster: Cluster, pin: Mapping[str, Any]) -> list[int]:
@@ -108,7 +126,14 @@ def divisors(number: int) -> list[int]:
 
 
 def check_pins(pin: Mapping[str, Any]) -> None:
-    """Raise ValueError for a pin that is no field of a Plan, or that the planner cannot weigh."""
+    """Raise unless every pin is a field of a Plan with a value it can have and the planner can weigh.
+
+    Raises:
+        TypeError: when the pins are no mapping.
+        ValueError: naming the pin, its value and the rule.
+    """
+    if not isinstance(pin, Mapping):
+        raise TypeError(f"pin={pin!r} must map fields of a Plan to values, such as {{'dp_shard': 8}}.")
     known = [field.name for field in dataclasses.fields(Plan)]
     for name, value in pin.items():
         if name not in known:
@@ -118,3 +143,5 @@ def check_pins(pin: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"pin {name}={value!r} cannot be weighed yet. Choose from {', '.join(map(repr, allowed))}."
             )
+        if name not in ("tp", "reshard_after_forward"):  # checked with the layouts
+            Plan(**{name: value})

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_shard.hardware import Cluster
 from lightning_shard.planner.considered import Considered, weigh
-from lightning_shard.planner.grid import base_plan, check_pins, layouts
+from lightning_shard.planner.grid import base_plan, find_layouts, layouts
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, TrainSpec
 
@@ -35,7 +35,6 @@ class Search:
     def __init__(
         self, model: ModelSpec, train: TrainSpec, cluster: Cluster, limit_bytes: int, pin: Mapping[str, Any]
     ) -> None:
-        check_pins(pin)
         self._model, self._train, self._cluster = model, train, cluster
         self._limit, self._pin = limit_bytes, pin
         self._seen: dict[Plan, Considered] = {}
@@ -60,6 +59,10 @@ class Search:
         for one in [*fitting[:REFINED], *others[:REFINED]]:
             for settled in self._make_fit(one.plan):
                 self._fill(settled.plan)
+
+    def has_layouts(self) -> bool:
+        """Whether any layout honours the pins."""
+        return next(find_layouts(self._model, self._cluster, self._pin), None) is not None
 
     def leanest(self) -> Considered:
         """The plan that needs least, without a search: everything sharded and recomputed. Layers are split only

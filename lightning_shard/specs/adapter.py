@@ -1,6 +1,7 @@
 """What an adapter adds to a model."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,6 +41,8 @@ class AdapterSpec:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         require_choice("method", self.method, get_args(AdapterMethod))
         require_count("r", self.r)
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0.0 < self.alpha < math.inf:
+            raise ValueError(f"alpha={self.alpha!r} must be a number above 0.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:

@@ -107,7 +107,8 @@ def _positions(config: Any) -> int | None:
     """Longest sequence, where the family has one: T5's positions are relative, ViT's are patches."""
     if str(getattr(config, "model_type", "")) in ("t5", "vit"):
         return None
-    return _int(config, "max_position_embeddings", "n_positions") or None
+    positions = _int(config, "max_position_embeddings", "n_positions")
+    return positions if positions > 0 else None
 
 
 def _rotary_dim(config: Any, head_dim: int) -> int:

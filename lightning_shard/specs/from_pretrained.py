@@ -8,6 +8,10 @@ from lightning_shard.specs.model import ModelSpec
 from lightning_shard.specs.model_json import load_spec
 
 _SIZES = ("hidden_size", "n_embd", "d_model", "dim", "hidden_sizes", "embed_dim")
+_COUNTS = (
+    "num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "head_dim", "d_kv",
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "vocab_size",
+)  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depths", "encoder_layers")
 
 
@@ -56,13 +60,23 @@ def _require_sizes(file: Path, config: dict[str, Any]) -> None:
                 f"{file} is incomplete: it gives no {what} (one of {', '.join(names)}), and a default would describe "
                 "another model. Use the model's own config.json."
             )
-    bad = {
-        key: value for part in parts for key, value in part.items() if key in _SIZES + _DEPTHS and _not_positive(value)
-    }
+    bad = {key: value for part in parts for key, value in part.items() if _is_bad(key, value)}
     if bad:
         raise ValueError(
             f"{file} has sizes that are not positive whole numbers: {bad}. Use the model's own config.json."
         )
+    for part in parts:
+        heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+            raise ValueError(
+                f"{file} has {heads} attention heads over {shared} key-value heads, which must divide them. Use the model's "
+                "own config.json."
+            )
+
+
+def _is_bad(name: str, value: object) -> bool:
+    """A size that must be given, or one that may be left out, that is no positive whole number."""
+    return (name in _SIZES + _DEPTHS or (name in _COUNTS and value is not None)) and _not_positive(value)
 
 
 def _not_positive(value: object) -> bool:
@@ -73,16 +87,17 @@ def _build(source: str, *, name: str) -> ModelSpec:
     """The model's own class on the meta device: shapes and ties without a byte of weights."""
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"The config of {source!r} cannot be read: {_first_line(error)}") from error
     try:
         with torch.device("meta"):
             module = _model_class(transformers, config)(config)
-    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError, ArithmeticError, IndexError) as error:
         raise ValueError(f"No model can be built from the config of {source!r}: {_first_line(error)}") from error
     module.tie_weights()
     return ModelSpec.from_module(module.float(), name=name)
@@ -101,5 +116,6 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What is wrong; a validator's second line says it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else lines[0] if lines else type(error).__name__

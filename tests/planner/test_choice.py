@@ -154,7 +154,9 @@ def test_offload_is_advice_and_never_a_silent_choice() -> None:
     train, where = TrainSpec(seq_len=512), cluster(memory_gib=14)
     decision = choose(LLAMA_8B, train, where)
     assert not decision.fits
-    assert any("--pin offload=all" in line for line in decision.advice)
+    assert any("(pin={'offload': 'all'})" in line for line in decision.advice)
+    typed = choose(LLAMA_8B, train, where, surroundings="command line")
+    assert any("(--pin offload=all)" in line for line in typed.advice)
     pinned = choose(LLAMA_8B, train, where, pin={"offload": "all"})
     assert pinned.fits
     assert "host memory" in pinned.reason
