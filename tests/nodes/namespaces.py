@@ -75,8 +75,8 @@ class Pair:
             delete = ["tc", "-n", node.name, "qdisc", "del", "dev", node.device, "root"]
             subprocess.run(delete, capture_output=True, check=False)
             if bits_per_s:
-                burst = max(64 * 1024, int(bits_per_s / 8 / 2000))
-                shape = ["root", "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(burst), "latency", "50ms"]
+                burst = max(128 * 1024, int(bits_per_s / 8 / 1000))  # a millisecond; less cannot be kept up
+                shape = ["root", "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(burst), "latency", "400ms"]
                 _run("tc", "-n", node.name, "qdisc", "add", "dev", node.device, *shape)
 
     def cut(self) -> None:
@@ -124,7 +124,7 @@ def two_nodes(bits_per_s: float | None = None) -> Iterator[Pair]:
         _run("ip", "link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
         for node in nodes:
             _run("ip", "-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
-            _run("ip", "-n", node.name, "link", "set", node.device, "up")
+            _run("ip", "-n", node.name, "link", "set", node.device, "mtu", "9000", "up")
             _run("ip", "-n", node.name, "link", "set", "lo", "up")
         pair = Pair(a, b)
         pair.limit(bits_per_s)

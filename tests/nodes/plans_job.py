@@ -29,7 +29,7 @@ from lightning_shard.planner.considered import estimate
 from lightning_shard.probe import measure_links
 from lightning_shard.strategies.base import PlanStrategy
 
-LENGTH, WARM_UP = 32, 2
+LENGTH, WARM_UP = 32, 1
 LAYOUTS = ((4, 1), (2, 2), (1, 4))
 """(dp_replicate, dp_shard): DDP, HSDP with shards inside the node, and all sharded."""
 
@@ -41,7 +41,7 @@ class Decoder(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         config = LlamaConfig(
-            hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=6,
+            hidden_size=256, intermediate_size=704, num_hidden_layers=10, num_attention_heads=4, num_key_value_heads=4,
             vocab_size=512, max_position_embeddings=LENGTH, attn_implementation="sdpa",
         )  # fmt: skip
         model = LlamaForCausalLM(config)
@@ -135,7 +135,7 @@ def main() -> None:
         needs = {plan: estimate(model, train, plan, cluster).device_bytes for plan in seconds}
         rows = []
         for memory in ("ample", "no room for a whole copy"):
-            limit = 4 * 2**30 if memory == "ample" else min(n for p, n in needs.items() if p.dp_shard == 1) - 2**20
+            limit = 4 * 2**30 if memory == "ample" else min(n for p, n in needs.items() if p.dp_shard == 1) - 2**16
             room = Cluster.from_dict({**cluster.to_dict(), "device_memory_bytes": limit})
             chosen = choose(
                 model, train, room, headroom=0.0, pin={"activation_checkpoint": "none", "resident_blocks": 0}

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason
 GBIT_PER_S = 1e9 / 8
 
 
-@pytest.mark.parametrize("gbit", [10.0, 1.0, 0.1])
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize(("gbit", "per_node"), [(10.0, 1), (10.0, 2), (1.0, 2), (0.1, 2)])
 def test_the_probe_finds_the_limit_of_the_network(gbit: float, per_node: int, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     script = ["-m", "lightning_shard", "probe", "--output", str(file)]
