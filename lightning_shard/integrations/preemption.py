@@ -63,6 +63,11 @@ class SaveOnPreemption(Callback):
         self._before: dict[signal.Signals, Any] = {}
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Last, so that all other callbacks have seen the step that is saved.
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]  # type: ignore[attr-defined]
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(

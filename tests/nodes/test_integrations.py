@@ -120,23 +120,33 @@ def test_what_it_cannot_keep_is_refused(size: int, loader: Any, options: dict[st
         trainer.fit(Regression(), loader)
 
 
-def be_preempted(folder: Path) -> tuple[int, int, bool]:
-    """Exit status, step, and whether the handler of before is back, on a rank of two; only rank 1 gets the signal."""
+def be_preempted(folder: Path) -> tuple[int, int, bool, int]:
+    """Exit status, step, whether the handler of before is back, and steps that a later callback saw, on a rank of two;
+    only rank 1 gets the signal.
+    """
 
     class Signal(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == 2 and trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
+    class Later(Callback):
+        seen = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.seen += 1
+
+    later = Later()
+
     before = signal.getsignal(signal.SIGUSR1)
     trainer = Trainer(
-        **OPTIONS, strategy="fsdp2", devices=2, max_epochs=1, callbacks=[Signal(), SaveOnPreemption(folder)]
+        **OPTIONS, strategy="fsdp2", devices=2, max_epochs=1, callbacks=[Signal(), SaveOnPreemption(folder), later]
     )  # fmt: skip
     with pytest.raises(SystemExit) as left:
         trainer.fit(Numbered(), samples(batch_size=2))
-    return int(str(left.value)), trainer.global_step, signal.getsignal(signal.SIGUSR1) == before
+    return int(str(left.value)), trainer.global_step, signal.getsignal(signal.SIGUSR1) == before, later.seen
 
 
 def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
-    assert run_ranks(2, be_preempted, tmp_path) == [(128 + signal.SIGUSR1, 3, True)] * 2
+    assert run_ranks(2, be_preempted, tmp_path) == [(128 + signal.SIGUSR1, 3, True, 3)] * 2
     assert (tmp_path / "last-preempted.ckpt").exists()
