@@ -1,6 +1,7 @@
 """One engine for every plan: Lightning's hooks, as thin as they can be."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -121,6 +122,7 @@ class PlanStrategy(PortableStateStrategy):
             timeout_s=self._start_timeout.total_seconds(),
             hosted=launcher_hosts_store(),
         )
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)  # as Lightning does
         store = meet(introduce(self, self.wishes(), self._device_memory), place)
         backend = self._get_process_group_backend()
         open_group(store, self.global_rank, self.world_size, backend, self.root_device, self._timeout)
