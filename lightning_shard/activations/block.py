@@ -171,6 +171,7 @@ def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, to
     if not arch.experts:  # the product's gradient beside those of its factors; its own kept operand is gone
         after += c * middle - int(_last_operand(arch, setting, tape))
     products = _products(unit, int(after * tokens) + fixed, c * (arch.hidden + middle) * tokens + fixed)
+    products += _wide_adapter(arch, setting, tokens)
     if not arch.norm.startswith("rms"):
         return products
     # FP32 gradients of the normed input, its square and its mean beside the residual's gradient.
@@ -186,7 +187,18 @@ def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, to
     return tuple(points)
 
 
-def _products(unit: UnitSpec, after_bytes: int, in_bytes: int) -> tuple[BackwardPoint, BackwardPoint]:
+def _wide_adapter(arch: Architecture, setting: Setting, tokens: int) -> tuple[BackwardPoint, ...]:
+    """In the backward of the last product's adapter where that computes in a type of its own: it comes before the
+    product itself and makes the gradient of its copy of the input, the copy still there.
+    """
+    last, own = setting.linears.reading("mlp_mid"), setting.adapter_bytes
+    if own is None or own == setting.compute_bytes or not any(use.rank for use in last):
+        return ()
+    width = max(use.num_in for use in last)
+    return (BackwardPoint(gradient_bytes=(2 * setting.compute_bytes * arch.hidden + own * width) * tokens),)
+
+
+def _products(unit: UnitSpec, after_bytes: int, in_bytes: int) -> tuple[BackwardPoint, ...]:
     """Just after the last product's backward, the heaviest point but for weights, and in it, where its weight's
     gradient is made.
     """

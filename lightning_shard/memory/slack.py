@@ -6,7 +6,6 @@ back and tries again, so this is what it holds while there is room.
 """
 
 import bisect
-from collections.abc import Iterable
 
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Situation
@@ -43,8 +42,10 @@ def held_by_sharding(s: Situation, peak: Moment) -> int:
     return max(0, gather_pool - gather_alive) + block + embedding + reduce_pool + gradients
 
 
-def unplaced(wanted: Iterable[int], free: list[int]) -> int:
+def unplaced(wanted: list[int], free: list[int]) -> int:
     """Bytes of the wanted tensors that no free block holds, largest first into the smallest block that does."""
+    if sum(wanted) <= max(free, default=0):
+        return 0  # one block could hold them all
     free = sorted(free)
     missing = 0
     for size in sorted(wanted, reverse=True):
