@@ -126,7 +126,7 @@ def _middle(tape: Tape, arch: Architecture, unit: UnitSpec, setting: Setting) ->
     parts.experts(tape, arch, setting, trained=trained, router_trained=router)
     if adapted:  # peft adds the adapter's product to the weights and computes with the sums
         elements = sum(tensor.numel for tensor in weights)
-        tape.once["adapted expert weights"] = setting.compute_bytes * elements
+        tape.once["adapted expert weights"] = setting.stream_bytes * elements
 
 
 def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Setting:
@@ -166,7 +166,8 @@ def _first_norm(tape: Tape) -> float:
 
 def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, tokens: int) -> tuple[BackwardPoint, ...]:
     """After and in the last product's backward, and in that of the norms beside the MLP."""
-    c, middle, fixed = setting.compute_bytes, _middle_width(arch), _summed_weight(unit, setting.compute_bytes)
+    c, middle, fixed = setting.compute_bytes, _middle_width(arch), _summed_weight(unit, setting.stream_bytes)
+    c = setting.stream_bytes if arch.experts else c
     after = c * (arch.hidden + (2 if arch.gated_mlp else 1) * middle)
     if not arch.experts:  # the product's gradient beside those of its factors; its own kept operand is gone
         after += c * middle - int(_last_operand(arch, setting, tape))

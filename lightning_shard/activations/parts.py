@@ -118,10 +118,13 @@ def _drops_inside(arch: Architecture, setting: Setting) -> bool:
 
 
 def experts(tape: Tape, arch: Architecture, setting: Setting, *, trained: bool, router_trained: bool) -> None:
-    """A mixture through grouped products: each token's rows once per expert it goes to, evenly routed or not."""
-    c, k = setting.compute_bytes, arch.experts_per_token
+    """A mixture through grouped products: each token's rows once per expert it goes to, evenly routed or not.
+
+    Autocast does not know grouped products: they run in the type of the residual stream.
+    """
+    c, k = setting.stream_bytes, arch.experts_per_token
     if router_trained:
-        tape.keep("mlp_in", c * arch.hidden)
+        tape.keep("mlp_in", setting.compute_bytes * arch.hidden)
     tape.keep("router probabilities", 4 * arch.experts)
     tape.keep("router choices", k * (4 * _INDEX + 3 * _STATISTIC))
     if trained:

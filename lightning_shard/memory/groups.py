@@ -41,6 +41,8 @@ class Group:
     copied_numel: int
     """Elements that nothing gathers and whose compute dtype is not the stored one: cast for every use, and kept by
     autograd until the layer's backward (a frozen matrix too: the gradient of its input needs it)."""
+    cached_numel: int
+    """Of those, the ones that train: autocast keeps their casts until its region ends."""
     largest_trained_numel: int
     """The largest trained tensor, whole."""
     stored_bytes: int
@@ -98,6 +100,18 @@ def compute_element_bytes(tensor: TensorSpec, precision: Precision) -> int:
     return dtype_bytes(precision.compute_dtype)
 
 
+def is_autocast(precision: Precision, plan: Plan) -> bool:
+    """Whether a replicated plan computes under ``torch.autocast``: precisions that leave storage alone."""
+    return plan.strategy == "ddp" and precision.compute_dtype is not None and precision.frozen_dtype is None
+
+
+def _is_cast(tensor: TensorSpec, *, autocast: bool) -> bool:
+    """Whether using a tensor makes a copy in the compute type; autocast does not know grouped products."""
+    if autocast and len(tensor.shape) == 3 and "experts" in tensor.name:
+        return False
+    return tensor.trainable or len(tensor.shape) > 1
+
+
 def _own_group(model: ModelSpec, unit: UnitSpec, largest_block: int) -> bool:
     names = {f"{unit.names[0]}.{tensor.name}" for tensor in unit.tensors}
     tied = any(name in names for pair in model.tied for name in pair)
@@ -105,7 +119,7 @@ def _own_group(model: ModelSpec, unit: UnitSpec, largest_block: int) -> bool:
 
 
 def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resident: bool, stored_bytes: int) -> Group:
-    sums = dict.fromkeys(("frozen", "trained", "numel", "flat", "gathered", "whole", "copied", "largest"), 0)
+    sums = dict.fromkeys(("frozen", "trained", "numel", "flat", "gathered", "whole", "copied", "cached", "largest"), 0)
     for tensor in unit.tensors:
         element = compute_element_bytes(tensor, precision)
         alone = plan.adapters == "replicated" if tensor.trainable else resident
@@ -114,8 +128,9 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resid
         sums["trained" if tensor.trainable else "frozen"] += shard * tensor.element_bytes
         if gathered:
             sums["gathered"] += tensor.numel * element
-        elif element != tensor.element_bytes and (tensor.trainable or len(tensor.shape) > 1):
+        elif element != tensor.element_bytes and _is_cast(tensor, autocast=is_autocast(precision, plan)):
             sums["copied"] += tensor.numel
+            sums["cached"] += tensor.numel if tensor.trainable else 0
         if not tensor.trainable:
             continue
         sums["largest"] = max(sums["largest"], tensor.numel)
@@ -136,6 +151,7 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resid
         gathered_bytes=sums["gathered"],
         whole_numel=sums["whole"],
         copied_numel=sums["copied"],
+        cached_numel=sums["cached"],
         largest_trained_numel=sums["largest"],
         stored_bytes=stored_bytes,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_shard.activations import BlockActivations, LossActivations, block_activations, loss_activations
 from lightning_shard.hardware import Cluster
-from lightning_shard.memory.groups import Group, find_groups
+from lightning_shard.memory.groups import Group, find_groups, is_autocast
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, Optimizer, TrainSpec, dtype_bytes, find_optimizer
 from lightning_shard.specs.split import rank_architecture
@@ -146,8 +146,7 @@ def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clus
 
 def uses_autocast(train: TrainSpec, plan: Plan) -> bool:
     """Whether a replicated plan computes under ``torch.autocast``: precisions that leave storage alone."""
-    precision = train.precision_row
-    return plan.strategy == "ddp" and precision.compute_dtype is not None and precision.frozen_dtype is None
+    return is_autocast(train.precision_row, plan)
 
 
 def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group, ...]) -> tuple[Block, ...]:

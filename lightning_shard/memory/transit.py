@@ -1,7 +1,7 @@
 """What is gathered, copied, reduced and made on the way through a step."""
 
 from lightning_shard.memory.moments import Moment
-from lightning_shard.memory.situation import Block, Situation
+from lightning_shard.memory.situation import Block, Situation, uses_autocast
 
 
 def gathered_weights(s: Situation, moment: Moment) -> int:
@@ -64,8 +64,10 @@ def compute_copies(s: Situation, moment: Moment) -> int:
     one = c * s.one("copied_numel", "block")
     blocks = one if s.plan.activation_checkpoint != "none" else c * s.total("copied_numel", "block")
     head = c * s.total("copied_numel", "head", "root")
+    recomputed = s.plan.activation_checkpoint != "none"
+    if recomputed and moment in (Moment.GATHER, Moment.FORWARD_END) and uses_autocast(s.train, s.plan):
+        return head + c * s.total("cached_numel", "block")  # autocast's own cache, until its region ends
     if moment in (Moment.GATHER, Moment.FORWARD_END, Moment.LOSS, Moment.HEAD):
-        recomputed = s.plan.activation_checkpoint != "none"
         return head + (0 if recomputed else blocks)
     if moment in (Moment.HEAD_REDUCE, Moment.TOP):
         return blocks

@@ -19,16 +19,6 @@ pytestmark = pytest.mark.slow
 GIB = 2**30
 WITHIN = 0.05
 APART = {
-    ("mixtral-like", "lora", "ddp", "none", "bf16-mixed"): "autocast leaves grouped products in FP32; the closed form "
-    "takes them in bf16",
-    (
-        "tiny",
-        "full",
-        "ddp",
-        "full",
-        "bf16-mixed",
-    ): "autocast keeps every weight's cast until forward ends, recomputing or "
-    "not; the closed form frees them block by block",
     ("mixtral-like", "lora", "half", "none", "bf16-mixed"): "the engine's casts and peft's parametrization of a router "
     "cannot shadow one weight both",
     ("mixtral-like", "lora", "half", "full", "bf16-mixed"): "as above",
