@@ -36,6 +36,8 @@ __all__ = [
     "all_gather_single",
     "at_end_of_backward",
     "compile_whole_blocks",
+    "ddp_reduced",
+    "default_store",
     "evaluation_loaders",
     "fake_process_group",
     "fake_tensor_mode",
@@ -120,6 +122,16 @@ def compile_whole_blocks() -> None:
     fails on ours. Can go when ``torch.compile`` takes this as an argument.
     """
     torch._dynamo.config.optimize_ddp = False  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """The store where the ranks of the default group met. Private until torch hands it out."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def ddp_reduced(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters a DDP wrapper was made for; it averages gradients of those that trained then. Not public."""
+    return list(ddp._module_parameters)
 
 
 def fsdp_root_init(root: FSDPModule) -> None:

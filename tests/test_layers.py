@@ -13,7 +13,18 @@ PUBLIC_NAMES = lightning_shard._ROOMS
 
 DECIDING = ("plans", "blocks", "specs", "hardware", "activations", "memory", "timing", "traffic", "planner")
 """Each may import those before it; none loads torch or Lightning when it is imported."""
-ACTING = ("_compat", "plans", "blocks", "specs", "parallelize", "adapters", "checkpoint", "strategies", "integrations")
+ACTING = (
+    "_compat",
+    "plans",
+    "blocks",
+    "specs",
+    "parallelize",
+    "adapters",
+    "checkpoint",
+    "doctor",
+    "strategies",
+    "integrations",
+)
 """Each may import those before it, so that no strategy can quietly plan again."""
 SEE_BOTH = (
     "simulate",
@@ -21,9 +32,8 @@ SEE_BOTH = (
     "strategies/auto",
     "simulate",
     "probe",
-    "callbacks",
-    "doctor",
     "report",
+    "callbacks",
     "finetune",
     "cli",
 )

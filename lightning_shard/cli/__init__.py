@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "spec": ("spec", "write what the planner knows about a model as JSON"),
     "devices": ("devices", "list known devices and links, and what is here"),
     "probe": ("probe", "measure the links of this cluster"),
+    "doctor": ("doctor", "check this machine, and that all ranks answer"),
     "report": ("report", "draw a run that ShardMonitor recorded"),
     "finetune": ("finetune", "fine-tune a causal language model from a recipe"),
 }

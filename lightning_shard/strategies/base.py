@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
 from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
+from lightning_shard.doctor.callback import attach_doctor
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
@@ -52,6 +53,7 @@ class PlanStrategy(PortableStateStrategy):
             values). ``Trainer.fit(weights_only=...)`` does not reach a strategy that restores after setup.
         timeout: of a collective.
         start_timeout: how long the ranks wait for each other before they name those that are missing.
+        doctor: examine the run before it trains and after its first steps (:class:`lightning_shard.doctor.Doctor`).
         ddp: anything else that Lightning's DDPStrategy or torch's DistributedDataParallel takes.
     """
 
@@ -62,6 +64,7 @@ class PlanStrategy(PortableStateStrategy):
         weights_only: bool | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_timeout: timedelta = START_TIMEOUT,
+        doctor: bool = True,
         **ddp: Any,
     ) -> None:
         require_known_options(type(self).__name__, ddp)
@@ -72,6 +75,7 @@ class PlanStrategy(PortableStateStrategy):
         self._forward_methods = forward_methods
         self._weights_only = weights_only
         self._start_timeout = start_timeout
+        self._doctor = doctor
         self._mesh: DeviceMesh | None = None
         self._synced_once = False
         """Whether a backward of this fit went through the strategy."""
@@ -160,6 +164,8 @@ class PlanStrategy(PortableStateStrategy):
         self._mixed_casts_follow_plan()
         if fitting:
             self._setup_training(trainer)
+            if self._doctor:
+                attach_doctor(trainer)
         elif self.sharded:
             allocate_outside_inference_mode(self.model)
         self.setup_precision_plugin()
