@@ -33,6 +33,7 @@ __all__ = [
     "Precision",
     "Trainer",
     "TrainerFn",
+    "abort_process_groups",
     "all_gather_single",
     "at_end_of_backward",
     "compile_whole_blocks",
@@ -57,6 +58,7 @@ __all__ = [
     "profiler_is_running",
     "quiet_profiler",
     "rank_zero_info",
+    "run_micro_batch",
     "restart_loading",
     "sharding_arithmetic",
     "train_loaders",
@@ -122,6 +124,25 @@ def compile_whole_blocks() -> None:
     fails on ours. Can go when ``torch.compile`` takes this as an argument.
     """
     torch._dynamo.config.optimize_ddp = False  # type: ignore[attr-defined]
+
+
+def abort_process_groups() -> None:
+    """End what this process waits for in collectives, and every process group with it.
+
+    The public ``destroy_process_group`` waits for them instead. Can go when torch makes its own abort public.
+    """
+    dist.distributed_c10d._abort_process_group()
+
+
+def run_micro_batch(trainer: "Trainer", optimizer: Any, batch_idx: int, kwargs: Any) -> None:
+    """Forward and backward of a micro-batch that no optimizer step follows, as Lightning's loop does it.
+
+    The loop decides by its own counters whether a step follows, so one that is done again must be told. Can go when
+    the loop takes that as an argument.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    with trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]  # of parallel strategies
+        loop._make_closure(kwargs, optimizer, batch_idx)()
 
 
 def default_store() -> Any:

@@ -29,6 +29,7 @@ ACTING = (
 SEE_BOTH = (
     "simulate",
     "strategies/facts",
+    "strategies/auto_oom",
     "strategies/auto",
     "simulate",
     "probe",

@@ -1,10 +1,12 @@
 """The strategy that decides: it plans from the real module, the real batch and the real devices."""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat import Trainer
@@ -15,8 +17,10 @@ from lightning_shard.plans import Plan
 from lightning_shard.simulate import simulate_in_subprocess
 from lightning_shard.simulate.confirm import confirm
 from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
+from lightning_shard.strategies.auto_oom import explain_on, guard
 from lightning_shard.strategies.base import PlanStrategy
 from lightning_shard.strategies.facts import describe_cluster, describe_training, free_device_memory, largest_batch
+from lightning_shard.strategies.oom import OomLadder
 
 
 class AutoShardStrategy(PlanStrategy):
@@ -33,6 +37,8 @@ class AutoShardStrategy(PlanStrategy):
         train: batch, length and optimizer to plan for; read from the run by default.
         device_memory: bytes that one process may use; measured by default.
         links: links as ``lightning-shard probe`` measured them, or the file it wrote.
+        on_oom: "replan": when a rank runs out of memory in the first steps, all ranks take the next plan that needs less
+            and do the step again. "error": the error says what the plan needs, term by term, and what would help.
         simulate: check the chosen plan by running this module's own step without memory, in another process.
         lightning: anything that Lightning's ``DDPStrategy`` takes.
     """
@@ -48,6 +54,7 @@ class AutoShardStrategy(PlanStrategy):
         device_memory: int | None = None,
         links: LinkProfile | str | None = None,
         simulate: bool = False,
+        on_oom: Literal["error", "replan"] = "error",
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
@@ -63,7 +70,12 @@ class AutoShardStrategy(PlanStrategy):
         self._device_memory = device_memory
         self._links = LinkProfile.load(links) if isinstance(links, str) else links
         self._simulate = simulate
+        if on_oom not in ("error", "replan"):
+            raise ValueError(f'on_oom={on_oom!r} must be "error" or "replan".')
+        self._on_oom = on_oom
+        self._ladder: OomLadder | None = None
         self._decision: Decision | None = None
+        self._planned_for: TrainSpec | None = None
 
     @property
     def decision(self) -> Decision | None:
@@ -88,9 +100,35 @@ class AutoShardStrategy(PlanStrategy):
         if self._fixed is not None:
             return self._fixed
         memory = self._smallest_device()
-        train = self._train or describe_training(trainer, self._root, self._shard_precision.meaning.name)
+        train = self._planned_for = self._train or describe_training(
+            trainer, self._root, self._shard_precision.meaning.name
+        )
         self._decision = self._decide(trainer, train, memory)
         return self._decision.plan
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._on_oom == "replan" and self._decision is not None:
+            self._ladder = guard(self)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._ladder is not None and self._ladder.active:
+            closure = self._ladder.voting(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, torch.OutOfMemoryError) and self._decision is not None:
+            explain_on(exception, self)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._ladder is not None:
+            self._ladder.close()
+        super().teardown()
 
     def _smallest_device(self) -> int:
         memory = self._device_memory or free_device_memory(self.root_device, self.num_processes)

@@ -205,8 +205,13 @@ class PlanStrategy(PortableStateStrategy):
             before=before,
             forward_methods=self._forward_methods,
         )
-        root.__dict__[_LAID_OUT] = layout
+        self.take_layout(layout)
         return layout
+
+    def take_layout(self, layout: Parallelized) -> None:
+        """From now on the module is laid out like this."""
+        self._layout = self._root.__dict__[_LAID_OUT] = layout
+        self._synced_once = False
 
     def _require_same_layout(self, before: Parallelized) -> None:
         wanted = self.fixed_plan()

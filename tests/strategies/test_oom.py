@@ -1,0 +1,165 @@
+"""Out of memory in the first steps: every rank takes the next plan and nothing is lost, or the error says what helps."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.llama import TinyLlama, make_tokens
+from lightning.pytorch import Trainer
+
+from lightning_shard import AutoShardStrategy
+from lightning_shard.strategies import auto_oom
+from lightning_shard.testing import RankError, run_ranks, run_trainer
+from lightning_shard.testing.parity import QUIET, trained_parameters
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+class RunsOut(TinyLlama):
+    """Raises torch's error on some ranks, in one micro-batch, before or after its forward, or in backward."""
+
+    def __init__(self, training: Any, rank: int | None, micro_batch: int, where: str, times: int = 1) -> None:
+        super().__init__(training)
+        self.plan_of_failure = (rank, micro_batch, where)
+        self.failures = [times]  # a list: put back by nobody
+        self.seen = 0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        rank, micro_batch, where = self.plan_of_failure
+        fails = index == micro_batch and rank in (None, dist.get_rank() if dist.is_initialized() else 0)
+        fails = fails and self.failures[0] > 0
+        self.failures[0] -= fails
+        self.seen += 1
+        if fails and where == "before":
+            raise torch.OutOfMemoryError(MESSAGE)
+        loss = super().training_step(batch, index)
+        if fails and where == "after":
+            raise torch.OutOfMemoryError(MESSAGE)
+        if fails:
+            loss.register_hook(run_out)
+        return loss
+
+
+def run_out(_: Any) -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def fit(
+    training: str, rank: int | None, micro_batch: int, where: str, accumulate: int = 1, on_oom: Any = "replan",
+    times: int = 1, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    strategy = AutoShardStrategy(on_oom=on_oom, **options)
+    world_size = dist.get_world_size()
+    trainer = Trainer(**QUIET, strategy=strategy, devices=world_size, max_steps=4, accumulate_grad_batches=accumulate)
+    module = RunsOut(training, rank, micro_batch, where, times)
+    trainer.fit(module, make_tokens(dist.get_rank(), world_size))
+    assert strategy.decision is not None
+    return {
+        "parameters": trained_parameters(module),
+        "plan": strategy.plan,
+        "reason": strategy.decision.reason,
+        "estimate": strategy.estimate,
+        "steps": trainer.global_step,
+        "seen": module.seen,
+    }
+
+
+def expected(training: str, accumulate: int = 1) -> Any:
+    (result,) = run_ranks(
+        1, run_trainer, partial(TinyLlama, training), make_tokens, max_steps=4, accumulate_grad_batches=accumulate
+    )
+    return result
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param("lora", "before", marks=SLOW),
+    pytest.param("lora", "after", marks=SLOW),
+    ("lora", "backward"),
+    ("full", "before"),
+    pytest.param("full", "after", marks=SLOW),
+    pytest.param("full", "backward", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("training", "where"), CASES)
+def test_all_ranks_take_the_next_plan_and_nothing_is_lost(training: str, where: str) -> None:
+    results = run_ranks(2, fit, training, 1, 1, where)
+    for result in results:
+        assert result["steps"] == 4
+        assert result["plan"] == results[0]["plan"]
+        assert "memory ran out" in result["reason"]
+        assert_same(result["parameters"], expected(training).parameters)
+
+
+@pytest.mark.parametrize("micro_batch", [pytest.param(0, marks=SLOW), 1])
+def test_micro_batches_before_it_are_done_again(micro_batch: int) -> None:
+    wanted = expected("lora", accumulate=2).parameters
+    for result in run_ranks(2, fit, "lora", 0, micro_batch, "backward", accumulate=2):
+        assert result["seen"] == 8  # what was counted in the step that failed is put back
+        assert_same(result["parameters"], wanted)
+
+
+@pytest.mark.slow
+def test_it_climbs_more_than_once() -> None:
+    """While the layout is still whole on every rank."""
+    pin = {"dp_shard": 1}
+    once, twice = (run_ranks(2, fit, "full", None, 0, "after", times=n, pin=pin)[0] for n in (1, 2))
+    assert twice["estimate"].device_bytes < once["estimate"].device_bytes
+    assert_same(twice["parameters"], expected("full").parameters)
+
+
+def test_one_process_climbs_too() -> None:
+    (result,) = run_ranks(1, fit, "full", 0, 2, "after")
+    assert result["plan"].activation_checkpoint != "none"
+    assert_same(result["parameters"], expected("full").parameters)
+
+
+def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("on_oom", ["error", "replan"])
+def test_the_error_has_the_memory_table_and_three_ways_out(on_oom: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, fit, "full", 0, 0, "before", on_oom=on_oom, times=99)
+    text = str(caught.value.error)
+    assert isinstance(caught.value.error, torch.OutOfMemoryError)
+    assert "The plan was estimated to need, at its peak" in text
+    assert re.search(r"trained weights +\S+ \S+\n", text)
+    assert re.search(r"What would help, cheapest first:\n  1\. .+\n  2\. .+\n  3\. .+", text)
+    assert ("no plan needs less" in text) == (on_oom == "replan")
+
+
+def test_after_the_first_steps_it_is_an_error() -> None:
+    with pytest.raises(RankError, match="What would help, cheapest first"):
+        run_ranks(1, fit_late)
+
+
+def fit_late() -> None:
+    auto_oom.GUARDED_STEPS = 1
+    fit("full", 0, 2, "before")
+
+
+def test_an_error_that_is_none_of_memory_passes() -> None:
+    with pytest.raises(RankError, match="of the user"):
+        run_ranks(1, fit_broken)
+
+
+def fit_broken() -> None:
+    trainer = Trainer(**QUIET, strategy=AutoShardStrategy(on_oom="replan"), devices=1, max_steps=2)  # type: ignore[arg-type]
+    trainer.fit(Broken("lora"), make_tokens(0, 1))
+
+
+class Broken(TinyLlama):
+    def training_step(self, batch: Any, index: int) -> Any:
+        raise KeyError("of the user")
+
+
+def test_a_wrong_wish_is_refused() -> None:
+    with pytest.raises(ValueError, match='on_oom=\'retry\' must be "error" or "replan"'):
+        AutoShardStrategy(on_oom="retry")  # type: ignore[arg-type]
