@@ -1,6 +1,7 @@
 # make quickstart   everything from nothing: environment, model, data, and the main job
 # make test         the tests (ARGS="-k lora" passes arguments on)
 # make lint         style and types
+# make docs         the guides and the API reference, in site/
 #
 # Needs Python 3.10+, make and git, nothing else. All lives in .venv (VENV=...) and runs/; both can be deleted.
 #
@@ -16,7 +17,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart test lint docs install clean
 
 quickstart: $(STAMP)
 	$(BIN)/lightning-shard finetune --config recipes/quickstart.yaml $(ARGS)
@@ -27,6 +28,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
 
 install: $(STAMP)
 
@@ -39,5 +43,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -42,7 +42,8 @@ def check_sync(
         yield Finding(
             level="error",
             check="gradient reduction",
-            what=f"{_listed(lost)}: no gradient reduction covers what trains here.",
+            what=f"{len(lost)} trainable parameters were added after the module was sharded or wrapped, or unfrozen since, and "
+            f"no gradient reduction covers them; the first is {lost[0]!r}.",
             why="Every rank would train its own copy.",
             fix="Add and unfreeze layers in __init__ or configure_model, before the strategy lays the module out.",
         )
