@@ -17,9 +17,8 @@ PROGRAMS = {
     "lightning, then lightning_shard": "import lightning.pytorch, lightning_shard",
     "lightning_shard, then lightning": "import lightning_shard, lightning.pytorch",
     "lightning, then all strategies": "import lightning.pytorch; from lightning_shard import AutoShardStrategy, FSDP2Strategy",
-    "lightning and transformers and peft": "import lightning.pytorch, transformers, peft",
 }
-REPEATS = 7
+REPEATS = 5
 
 
 def run(options: Options) -> Iterator[list[Row]]:

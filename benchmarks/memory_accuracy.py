@@ -60,6 +60,7 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
         "predicted_device_gb": estimate["device_bytes"] / GB,
         "peak_at": estimate["peak_at"],
         "fits": answer["fits"],
+        "left_out": each.left_out or impossible(each.measured_gb * GB, estimate["terms"]),
     }
     if each.nvidia_smi_bytes:
         row["nvidia_smi_gb"] = each.nvidia_smi_bytes / GB
@@ -83,6 +84,17 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
             "deepspeed": peers.deepspeed,
         }
     return row
+
+
+AT_REST = ("frozen_weights", "trained_weights", "optimizer_state")
+
+
+def impossible(measured_bytes: float, terms: dict[str, int]) -> str:
+    """Why a figure cannot be right: it is below what parameters and optimizer state alone take; empty if it can."""
+    floor = sum(terms.get(name, 0) for name in AT_REST)
+    if measured_bytes >= floor:
+        return ""
+    return f"impossible: parameters and optimizer state alone take {floor / GB:.2f} GB"
 
 
 def error(row: Row, name: str, measured: str = "measured_gb") -> float | None:

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,22 @@ from lightning_shard.planner import choose
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LAYOUTS = ("ddp-full", "fsdp2-full", "fsdp2-lora", "resident-lora")
 SIZE = "s"
-TOLERANCE = 0.02
-"""Uneven shards are padded, so a gather is a little larger than what it gathers."""
+TOLERANCE = 0.01
+BLOCK_BYTES = 512
+"""What the allocator rounds tensors up to."""
+
+
+@dataclass
+class Shapes:
+    """(rows, elements) of every frozen parameter, and the bytes of the adapters."""
+
+    blocks: list[tuple[int, int]]
+    rest: list[tuple[int, int]]
+    adapter_bytes: int
+
+    @property
+    def all(self) -> list[tuple[int, int]]:
+        return [*self.blocks, *self.rest]
 
 
 def run(options: Options) -> Iterator[list[Row]]:
@@ -26,24 +41,31 @@ def run(options: Options) -> Iterator[list[Row]]:
     ranks = RANKS[:3] if options.smallest else RANKS
     size = "tiny" if options.smallest else SIZE
     with tempfile.TemporaryDirectory() as name:
-        facts = launch(1, prepare, size, name)[0]
+        shapes = launch(1, prepare, size, name)[0]
         for layout in LAYOUTS[:2] if options.smallest else LAYOUTS:
             rows = launch(1, simulate_all, size, name, layout, ranks)[0]
             for row in rows:
                 print(_line(row), flush=True)
-            require_growth(layout, rows, facts)
+            require_growth(layout, rows, shapes)
             yield rows
 
 
-def prepare(size: str, folder: str) -> dict[str, int]:
-    """The model's config in a folder, and its bytes: all, those of blocks, and adapters."""
-    from benchmarks.work import llama_config
+def prepare(size: str, folder: str) -> Shapes:
+    """The model's config in a folder, and the shapes of its parameters."""
+    import torch
+
+    from benchmarks.work import Work, build, llama_config
 
     llama_config(size, 128).save_pretrained(folder)
-    spec = ModelSpec.from_pretrained(folder)
-    adapted = choose(spec, _train("lora"), h100s(1)).estimate
-    assert adapted.allocated_bytes > 0
-    return {"weights": 4 * spec.num_parameters, "blocks": spec.num_blocks}
+    with torch.device("meta"):
+        model = build(Work(size=size, training="lora", tokens=128))
+    shapes = Shapes(blocks=[], rest=[], adapter_bytes=0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shapes.adapter_bytes += 4 * parameter.numel()
+        else:
+            (shapes.blocks if ".layers." in name else shapes.rest).append((parameter.shape[0], parameter.numel()))
+    return shapes
 
 
 def _train(training: str) -> TrainSpec:
@@ -92,45 +114,55 @@ def simulate_all(size: str, folder: str, layout: str, ranks: tuple[int, ...]) ->
 STATE = ("frozen_weights", "trained_weights", "optimizer_state")
 
 
-def require_growth(layout: str, rows: list[Row], facts: dict[str, int]) -> None:
+def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
     """Raise RuntimeError unless collectives and bytes grow with the ranks as theory says.
 
-    All layouts: as many collectives on 1,024 ranks as on 2. DDP sends 2 (N-1)/N of the gradients; full sharding
-    gathers blocks twice and the rest once and scatters once; a resident base sends adapters alone. Weights and
-    optimizer state at rest fall as 1/N where they are sharded.
+    All layouts: as many collectives on 1,024 ranks as on 2, and (N-1)/N of what they move is sent. DDP reduces the
+    gradients once. Full sharding gathers blocks and the rest once or twice each, scatters gradients once, and holds
+    1/N of weights and state. With adapters their gradients alone are reduced; with the base resident no block is
+    gathered. Shards are of whole rows, so on more ranks than a matrix has rows its gathers grow again.
     """
     several = [row for row in rows if row["ranks"] > 1]
-    counts = {tuple(sorted((kind, n) for kind, (n, _) in row["collectives"].items())) for row in several}
-    _require(len(counts) == 1, f"{layout}: the number of collectives changes with the ranks: {counts}")
+    first = several[0]
     for row in several:
-        n, (low, high) = row["ranks"], _whole_bytes(layout, facts)
-        share = row["sent_bytes"] / ((n - 1) / n)
-        _require(
-            low * (1 - TOLERANCE) <= share <= high * (1 + TOLERANCE) * _padding(n, layout),
-            f"{row['case']}: sends {share:,.0f} bytes over (N-1)/N; theory says {low:,} to {high:,}",
-        )
+        n, moved = row["ranks"], {kind: size for kind, (_, size) in row["collectives"].items()}
+        blocks, rest = (_gathered(group, n) for group in (shapes.blocks, shapes.rest))
+        counts = {kind: count for kind, (count, _) in row["collectives"].items()}
+        _require(counts == {kind: count for kind, (count, _) in first["collectives"].items()}, row, f"calls {counts}")
+        if layout == "ddp-full":
+            _near(row, "all-reduced", moved["all_reduce"], 4 * sum(numel for _, numel in shapes.all))
+            _near(row, "state", row["state_bytes"], first["state_bytes"])
+            continue
+        if layout == "fsdp2-full":
+            _near(row, "scattered", moved["reduce_scatter"], blocks + rest)
+            _near(row, "state", row["state_bytes"], 3 * _held(shapes.all, n))
+        else:
+            _near(row, "all-reduced", moved["all_reduce"], shapes.adapter_bytes)
+        least = rest if layout == "resident-lora" else blocks + rest
+        gathered = moved["all_gather"]
+        _require(least * 0.999 <= gathered <= 2.001 * least, row, f"gathers {gathered:,} of {least:,} bytes")
+        grown = gathered / first["collectives"]["all_gather"][1]
+        ratios = sorted(_gathered(group, n) / _gathered(group, 2) for group in (shapes.blocks, shapes.rest))
+        _require(0.999 * ratios[0] <= grown <= 1.001 * ratios[1], row, f"gathers grew {grown:.3f} times, not {ratios}")
 
 
-def _whole_bytes(layout: str, facts: dict[str, int]) -> tuple[int, int]:
-    """What travels, over (N-1)/N: at least and at most."""
-    weights = facts["weights"]
-    if layout == "ddp-full":
-        return 2 * weights, 2 * weights
-    if layout == "fsdp2-full":  # gathered once or twice (blocks twice, the root once), scattered once
-        return 2 * weights, 3 * weights
-    if layout == "fsdp2-lora":
-        return weights, int(2.2 * weights)
-    return 1, weights  # resident: adapters, and what is outside the blocks
+def _gathered(group: list[tuple[int, int]], n: int) -> int:
+    """Bytes of the whole side of a gather: every rank sends as many rows as the fullest one has."""
+    return sum(4 * (numel // rows) * n * -(-rows // n) for rows, numel in group)
 
 
-def _padding(n: int, layout: str) -> float:
-    """Dim-0 shards of few rows are padded to whole rows: on many ranks a matrix of 192 rows becomes one of 1,024."""
-    return max(1.0, n / 64) if layout.startswith(("fsdp2", "resident")) else 1.0
+def _held(group: list[tuple[int, int]], n: int) -> int:
+    """Bytes of the fullest rank's shards, each rounded up as the allocator does."""
+    return sum(-(-4 * (numel // rows) * -(-rows // n) // BLOCK_BYTES) * BLOCK_BYTES for rows, numel in group)
 
 
-def _require(true: bool, message: str) -> None:
+def _near(row: Row, what: str, found: float, theory: float) -> None:
+    _require(abs(found / theory - 1) <= TOLERANCE, row, f"{what} {found:,.0f} bytes; theory says {theory:,.0f}")
+
+
+def _require(true: bool, row: Row, message: str) -> None:
     if not true:
-        raise RuntimeError(message)
+        raise RuntimeError(f"{row['case']}: {message}")
 
 
 def _line(row: Row) -> str:

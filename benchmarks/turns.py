@@ -8,6 +8,7 @@ gets a batch until it asks for the next one.
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,15 +139,17 @@ def take_turns(
     accumulate: int = 1,
     device: str = "cpu",
 ) -> dict[str, Measured]:
-    """Run all engines, a step each in turn: A B C A B C... All ranks must name the same engines in the same order.
+    """Run all engines, a step each in turn: A B C, B C A, C A B... All ranks must name them in the same order.
 
     Not every loop asks whether there is another batch after the last one, so the last step is not timed.
     """
     turns = {name: Turn(make_batches(), steps * accumulate, accumulate, device) for name in engines}
     for name, engine in engines.items():
         threading.Thread(target=turns[name].run, args=(engine,), name=name, daemon=True).start()
+    waiting = deque(turns.values())
     for _ in range(steps + 1):  # to the first step, then a step at a time, the last one to the end
-        for turn in turns.values():
+        waiting.rotate(-1)  # who goes first may find caches and memory in another state
+        for turn in waiting:
             if dist.is_initialized():
                 dist.barrier()
             turn.take()

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.compare import losses_agree
 from benchmarks.estimators import published_formula
+from benchmarks.memory_accuracy import impossible
 from benchmarks.options import NAMES, Options
 from benchmarks.published import published
 from benchmarks.report import README, write_tables
@@ -42,6 +43,13 @@ def test_every_published_row_is_told() -> None:
     assert len(rows) == 39
     assert sum(not row.left_out for row in rows) == 23
     assert all(row.arguments or row.left_out for row in rows)
+
+
+def test_figures_below_their_own_floor_are_refused() -> None:
+    # litgpt's table has Llama-3.2-3B in full, bf16 with AdamW, at 16.51 GB: 8 bytes per parameter are 25.7 GB
+    terms = {"trained_weights": 2 * 3_210_000_000, "optimizer_state": 6 * 3_210_000_000, "gradients": 10**9}
+    assert "25.68 GB" in impossible(16.51e9, terms)
+    assert impossible(26e9, terms) == ""
 
 
 def test_a_case_replaces_its_older_rows(tmp_path: Path) -> None:
