@@ -20,6 +20,8 @@ def compare(
     *,
     warm_up: int = 2,
     nodes: Sequence[Node] = (Node(),),
+    links: list[Any] | None = None,
+    probed_bytes: tuple[int, ...] | None = None,
 ) -> list[Row]:
     """One row per engine: the median step of the slowest rank, and its ratio to every other engine's.
 
@@ -31,11 +33,17 @@ def compare(
         warm_up: first steps that are left out (first gathers, optimizer state). The second one is counted instead:
             what it sends, and what the rank holds when it ends.
         nodes: where the ranks run.
+        links: a list that gets the LinkProfile of these ranks, measured before they start.
+        probed_bytes: sizes of the messages for that.
 
     Raises:
         RuntimeError: when two engines do not compute the same losses.
     """
-    by_rank = launch(ranks, _body, work, list(names), device=work.device, nodes=nodes)
+    probe = None if links is None else (ranks // len(nodes), probed_bytes)
+    results = launch(ranks, _body, work, list(names), probe, device=work.device, nodes=nodes)
+    by_rank = [engines for engines, _ in results]
+    if links is not None:
+        links.append(results[0][1])
     losses_agree(by_rank, TOLERANCE[work.precision])
     times = {name: _slowest([rank[name]["times_s"] for rank in by_rank], warm_up) for name in names}
     return [_row(name, names, times, [rank[name] for rank in by_rank]) for name in names]
@@ -60,8 +68,11 @@ MEASURED = ("held_bytes", "sent_bytes")
 """Figures of which the fullest rank's counts."""
 
 
-def _body(work: Work, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What one rank measures."""
+Probe = tuple[int, tuple[int, ...] | None]
+
+
+def _body(work: Work, names: list[str], probe: Probe | None) -> tuple[dict[str, dict[str, Any]], Any]:
+    """What one rank measures: of every engine, and of the links."""
     import torch.distributed as dist
 
     from benchmarks.engines import engines
@@ -69,6 +80,7 @@ def _body(work: Work, names: list[str]) -> dict[str, dict[str, Any]]:
     from benchmarks.work import batches
 
     rank = dist.get_rank() if dist.is_initialized() else 0
+    links = None if probe is None else _measure_links(work, *probe)
     measured = take_turns(
         engines(work, names),
         lambda: batches(work, rank),
@@ -76,10 +88,19 @@ def _body(work: Work, names: list[str]) -> dict[str, dict[str, Any]]:
         accumulate=work.accumulate,
         device=work.device,
     )
-    return {
+    engines_found = {
         name: {"times_s": one.times_s[: work.steps - 1], "losses": one.losses, "facts": one.facts}
         for name, one in measured.items()
     }
+    return engines_found, links
+
+
+def _measure_links(work: Work, local_size: int, sizes: tuple[int, ...] | None) -> Any:
+    """What ``lightning-shard probe`` measures, on this job's own ranks."""
+    from benchmarks.engines import device_of
+    from lightning_shard.probe import measure_links
+
+    return measure_links(local_size, device_of(work), *(() if sizes is None else (sizes,)))
 
 
 def losses_agree(by_rank: list[dict[str, dict[str, Any]]], tolerance: float) -> None:

@@ -82,7 +82,7 @@ def _lora(r: int) -> AdapterSpec:
 
 def run(options: Options) -> Iterator[list[Row]]:
     """Measure every job beside what the plan and the simulation say of it."""
-    jobs = cuda_jobs() if options.device == "cuda" else cpu_jobs("tiny")
+    jobs = cuda_jobs() if options.device == "cuda" else cpu_jobs("tiny" if options.smallest else "mini")
     if options.smallest:
         jobs = jobs[:1]
     for job in jobs:

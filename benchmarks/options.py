@@ -12,6 +12,7 @@ Row = dict[str, Any]
 NAMES = (
     "memory_accuracy",
     "step_time",
+    "step_profile",
     "residency",
     "plan_time",
     "import_time",
@@ -38,13 +39,14 @@ class Options:
         return not self.only or any(text in case for text in self.only)
 
     def chosen(self, cases: Iterable[str]) -> list[str]:
-        """The cases asked for.
+        """The cases asked for; a text that is a case's whole name means that one alone.
 
         Raises:
             ValueError: when there is none.
         """
         every = list(cases)
-        found = [case for case in every if self.wants(case)]
+        parts = [text for text in self.only if text not in every]
+        found = [case for case in every if not self.only or case in self.only or any(text in case for text in parts)]
         if not found:
             raise ValueError(f"--only {' '.join(self.only)} matches no case. Cases: {', '.join(every)}.")
         return found

@@ -23,7 +23,7 @@ REPEATS = 5
 
 def run(options: Options) -> Iterator[list[Row]]:
     """Every model on every cluster, in full and with adapters; then the command in fresh interpreters."""
-    models, devices = (MODELS[:1], DEVICES[:2]) if options.smallest else (MODELS, DEVICES)
+    models, devices = (MODELS[:1], DEVICES[:2]) if options.smallest else (tuple(options.chosen(MODELS)), DEVICES)
     with tempfile.TemporaryDirectory() as name:
         for model in models:
             spec = ModelSpec.from_pretrained(PLANNER_TESTS / "configs" / model)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.compare import compare
-from benchmarks.launch import Node, launch
+from benchmarks.launch import Node
 from benchmarks.network import nodes_over
 from benchmarks.options import Options, Row
 from benchmarks.report import table
@@ -58,9 +58,11 @@ def run(options: Options) -> Iterator[list[Row]]:
 
 def _case(case: str, work: Work, ranks: int, names: tuple[str, ...], nodes: tuple[Node, ...]) -> list[Row]:
     peers = () if work.size == "tiny" else ("accelerate-fsdp2",) if work.accumulate == 1 else ()
-    measured = compare(work, ("local", BASELINE, *peers, *names), ranks, nodes=nodes)
     link = case.split("-")[0]
-    links: LinkProfile = launch(ranks, measure, ranks // len(nodes), PROBED_BYTES.get(link), nodes=nodes)[0]
+    profiles: list[LinkProfile] = []
+    engines = ("local", BASELINE, *peers, *names)
+    measured = compare(work, engines, ranks, nodes=nodes, links=profiles, probed_bytes=PROBED_BYTES.get(link))
+    links = profiles[0]
     local_s = next(row["step_s"] for row in measured if row["engine"] == "local")
     cluster = calibrated(work, links, len(nodes), ranks // len(nodes), local_s)
     rows = []
@@ -83,15 +85,6 @@ def _case(case: str, work: Work, ranks: int, names: tuple[str, ...], nodes: tupl
         print(_line(rows[-1]), flush=True)
     print(_verdict(rows), flush=True)
     return rows
-
-
-def measure(local_size: int, sizes: tuple[int, ...] | None) -> LinkProfile:
-    """What ``lightning-shard probe`` measures, on this job's own ranks."""
-    import torch
-
-    from lightning_shard.probe import measure_links
-
-    return measure_links(local_size, torch.device("cpu"), *(() if sizes is None else (sizes,)))
 
 
 def spec_of(work: Work) -> ModelSpec:

@@ -22,7 +22,7 @@ FEW = ("lightning-ddp", "ours-ddp", "lightning-mp", "ours-fsdp2")
 """Where all engines at once would take more memory than this machine has."""
 SHAPES = {"nano": (2, 32), "s": (2, 128), "m": (2, 128), "tiny": (2, 16), "1b": (2, 2048), "3b": (1, 2048)}
 """Rows and tokens of a micro-batch."""
-STEPS = {"nano": 60, "s": 16, "m": 9, "tiny": 4, "1b": 16, "3b": 12}
+STEPS = {"nano": 60, "s": 14, "m": 8, "tiny": 4, "1b": 16, "3b": 12}
 WARM_UP = 2
 CASES = tuple(
     f"{size}-{training}-{ranks}" for size in ("nano", "s", "m") for training in ("full", "lora") for ranks in (1, 2, 4)

@@ -13,6 +13,7 @@ from lightning_shard import lora
 SEED = 1
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
+    "mini": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1024},
     "nano": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
     "s": {"hidden_size": 192, "intermediate_size": 592, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192},
     "m": {"hidden_size": 512, "intermediate_size": 1216, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192},
