@@ -57,6 +57,7 @@ def lora(
         )
     peft_kwargs.setdefault("target_modules", "all-linear")
     require_targets(model, peft_kwargs["target_modules"])
+    require_targets(model, peft_kwargs.get("modules_to_save"), "modules_to_save")
     config = peft.LoraConfig(r=r, **ADAPTERS[method], **peft_kwargs)
     wrapped = peft.get_peft_model(model, config)
     if config.init_lora_weights in SEEDED_INITS:
@@ -64,10 +65,10 @@ def lora(
     return wrapped
 
 
-def require_targets(model: nn.Module, targets: str | list[str] | None) -> None:
+def require_targets(model: nn.Module, targets: str | list[str] | None, what: str = "target_modules") -> None:
     """Raise ValueError unless every name in ``targets`` matches a layer of ``model``, as peft matches them.
 
-    A string is a regular expression over whole names ("all-linear" stands for every linear layer), a list
+    ``what`` names the argument they were given for. A string is a regular expression over whole names ("all-linear" stands for every linear layer), a list
     holds names or ends of names.
     """
     if targets is None or targets == "all-linear":
@@ -84,7 +85,7 @@ def require_targets(model: nn.Module, targets: str | list[str] | None) -> None:
             {name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()} or set(names)
         )
         raise ValueError(
-            f"target_modules {', '.join(map(repr, missing))} match no layer of {type(model).__name__}. An adapter "
+            f"{what} {', '.join(map(repr, missing))} match no layer of {type(model).__name__}. An adapter "
             f"must sit on a layer that exists; the names available: {', '.join(available)}."
         )
 

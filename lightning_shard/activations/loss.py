@@ -32,6 +32,8 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
 
     In FP32: (c + 4 + 4) V per token at the end of forward (no second copy where c is 4) and 12 V at the start
     of backward: log-softmax 4, gradient of the picked entries 4, gradient of the log-softmax 4.
+    A chunked loss takes the gradients while it has a chunk's logits, so that a head that trains has its whole gradient
+    in FP32, and one chunk's part of it, at the end of forward already.
     """
     arch = model.architecture
     if arch is None or not arch.vocab:
@@ -43,12 +45,22 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
     softcap = c if arch.logit_softcap else 0
     return LossActivations(
         kept_bytes=_tail(model, c) * tokens,
-        forward_bytes=(forward + softcap) * arch.vocab * rows,
+        forward_bytes=(forward + softcap) * arch.vocab * rows + _head_gradient(model, train, c),
         backward_bytes=(backward + softcap) * arch.vocab * rows,
         num_logits=arch.vocab * rows,
         logits_gradient_bytes=gradient * arch.vocab * rows,
         norm_bytes=(c + 4 + 4 * NORM_GRADIENTS) * arch.hidden * tokens if arch.norm.startswith("rms") else 0,
     )
+
+
+def _head_gradient(model: ModelSpec, train: TrainSpec, c: int) -> int:
+    arch = model.architecture
+    assert arch is not None
+    return (4 + c) * arch.vocab * arch.hidden if train.loss == "chunked" and _head_trains(model) else 0
+
+
+def _head_trains(model: ModelSpec) -> bool:
+    return any(t.trainable for unit, t in model.tensors() if unit.kind == "head" or "embed" in unit.kind)
 
 
 def _bytes_per_entry(loss: str, c: int) -> tuple[int, int, int]:
@@ -64,7 +76,7 @@ def _tail(model: ModelSpec, c: int) -> int:
     """Bytes per token of the last norm (its FP32 input, its operand) and of the head's input."""
     arch = model.architecture
     assert arch is not None
-    head_trains = any(t.trainable for unit, t in model.tensors() if unit.kind == "head" or "embed" in unit.kind)
+    head_trains = _head_trains(model)
     norm_trains = any(t.trainable for unit, t in model.tensors() if unit.kind == "root" and len(t.shape) == 1)
     norm_input = 4 if arch.norm != "layer" else c
     return arch.hidden * (norm_input + (c if norm_trains and arch.norm != "layer" else 0) + (c if head_trains else 0))

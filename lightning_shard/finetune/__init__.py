@@ -1,4 +1,4 @@
-"""What recipes share: the causal language model, instruction data and the token-exact loss.
+"""What recipes share: models, data, and the loss that counts tokens.
 
 Names load what they need at first use.
 """
@@ -7,13 +7,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_shard.finetune.classify import ImageClassifier, TextClassifier
     from lightning_shard.finetune.data import InstructionData
+    from lightning_shard.finetune.labelled import LabelledImages, LabelledText
     from lightning_shard.finetune.loss import TokenMeanLoss
     from lightning_shard.finetune.model import CausalLM
 
-__all__ = ["CausalLM", "InstructionData", "TokenMeanLoss"]
+__all__ = [
+    "CausalLM",
+    "ImageClassifier",
+    "InstructionData",
+    "LabelledImages",
+    "LabelledText",
+    "TextClassifier",
+    "TokenMeanLoss",
+]
 
-_FILES = {"CausalLM": "model", "InstructionData": "data", "TokenMeanLoss": "loss"}
+_FILES = {
+    "CausalLM": "model",
+    "ImageClassifier": "classify",
+    "InstructionData": "data",
+    "LabelledImages": "labelled",
+    "LabelledText": "labelled",
+    "TextClassifier": "classify",
+    "TokenMeanLoss": "loss",
+}
 
 
 def __getattr__(name: str) -> Any:

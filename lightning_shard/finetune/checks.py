@@ -36,6 +36,14 @@ def require_strategy(strategy: Any) -> None:
     )
 
 
+def require_checkpoint(path: str | None) -> None:
+    """Raise ValueError for a checkpoint to go on from that is not there; words such as 'last' are Lightning's."""
+    if path is not None and path not in ("last", "best", "hpc", "registry") and not Path(path).exists():
+        raise ValueError(
+            f"--resume {path!r} does not exist (looked from {Path.cwd()}). Give a checkpoint of an earlier run, or 'last'."
+        )
+
+
 def num_devices(accelerator: Any, cpu_processes: int) -> int | str:
     """What ``devices: auto`` means: what torchrun started, else all GPUs, else a number of processes."""
     if "LOCAL_WORLD_SIZE" in os.environ:

@@ -21,9 +21,9 @@ class Example:
         """Tokens that are predicted: nothing predicts the first."""
         return sum(label != IGNORED for label in self.labels[1:])
 
-    def cut(self, length: int) -> "Example":
-        """The first ``length`` tokens."""
-        return Example(self.input_ids[:length], self.labels[:length])
+    def part(self, start: int, stop: int) -> "Example":
+        """The tokens from ``start`` up to ``stop``."""
+        return Example(self.input_ids[start:stop], self.labels[start:stop])
 
 
 def encode(row: Row, tokenizer: Any) -> Example:

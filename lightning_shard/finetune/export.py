@@ -11,7 +11,7 @@ from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.folders import whole_folder
 
 
-def save(model: Any, folder: Path, tokenizer: Any, *, writes: bool) -> None:
+def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
     """Write a PEFT adapter folder, or, of a model without adapters, a whole Hugging Face folder.
 
     Collective: every rank calls it, the one with ``writes`` writes. Of a sharded model one parameter at a
@@ -20,7 +20,7 @@ def save(model: Any, folder: Path, tokenizer: Any, *, writes: bool) -> None:
     Args:
         model: a ``PeftModel`` or a ``PreTrainedModel``, sharded or not.
         folder: appears whole, replacing what was there.
-        tokenizer: written beside a whole model; an adapter's base has its own.
+        processor: the tokenizer or image processor, written beside a whole model; an adapter's base has its own.
         writes: whether this rank writes.
     """
     from peft import PeftModel
@@ -33,7 +33,7 @@ def save(model: Any, folder: Path, tokenizer: Any, *, writes: bool) -> None:
             with whole_folder(folder) as fresh:
                 model.save_pretrained(fresh, state_dict=state)
                 if not adapters:
-                    tokenizer.save_pretrained(fresh)
+                    processor.save_pretrained(fresh)
 
     on_all_ranks(write)
 

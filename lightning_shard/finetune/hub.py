@@ -3,21 +3,56 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RULE = "Give a folder with a config.json, a tokenizer and safetensors weights, or a hub id such as 'owner/name'."
 
 
-def pretrained(auto_class: Any, path: str, **options: Any) -> Any:
-    """``auto_class.from_pretrained``, with a local folder's whole path: an adapter's config names it.
+def local(path: str) -> str:
+    """A local folder's whole path, since an adapter's config names it; anything else as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
+def pretrained(auto_class: Any, path: str, *, name: str = "model.path", **options: Any) -> Any:
+    """``auto_class.from_pretrained``, with a local folder's whole path.
 
     Raises:
-        ValueError: when there is no such model, or a file of it is missing.
+        ValueError: when there is no such model, or a file of it is missing or broken.
     """
-    folder = Path(path).expanduser()
-    source = str(folder.resolve()) if folder.is_dir() else path
     try:
-        return auto_class.from_pretrained(source, **options)
-    except OSError as error:
-        raise ValueError(f"model.path={path!r} cannot be loaded: {error}\n{RULE}") from error
+        return auto_class.from_pretrained(local(path), **options)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers, tokenizers and safetensors each raise kinds of their own
+        raise ValueError(f"{name}={path!r} cannot be loaded: {_said(error)}\n{RULE}") from error
+
+
+def pretrained_model(auto_class: Any, path: str, *, new: tuple[str, ...] = (), **options: Any) -> Any:
+    """A model with all of its weights.
+
+    Args:
+        auto_class: with ``from_pretrained``.
+        path: folder or hub id.
+        new: parts of names that may be missing, as a head that is trained from the start.
+        options: of ``from_pretrained``.
+
+    Raises:
+        ValueError: when it cannot be loaded, or some weight is not in its files: it would be left at random.
+    """
+    model, told = pretrained(auto_class, path, output_loading_info=True, **options)
+    missing = sorted(key for key in told["missing_keys"] if not any(part in key for part in new))
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"model.path={path!r} lacks weights of its {type(model).__name__}: {', '.join(missing[:3])}{more}. They would "
+            "start at random. Complete the download, or give the model whose config.json this is."
+        )
+    return model
+
+
+def _said(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def require_model(path: str) -> None:

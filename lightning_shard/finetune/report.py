@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_shard.finetune.classify import Classifier
 from lightning_shard.finetune.data import InstructionData
+from lightning_shard.finetune.describe import data_facts
 from lightning_shard.finetune.export import save
 from lightning_shard.finetune.generate import answer
 from lightning_shard.finetune.model import CausalLM
@@ -34,6 +36,8 @@ class Outcome:
 
     val_losses: list[float] = field(default_factory=list)
     """Of each validation outside of training: the first is before, the last after."""
+    val_accuracies: list[float] = field(default_factory=list)
+    """The same of the share of right answers; empty where there is no such thing."""
     samples: list[Sample] = field(default_factory=list)
     folder: Path | None = None
     """Where the result was written."""
@@ -45,6 +49,10 @@ class Outcome:
     """Optimizer steps."""
     seconds: float = 0.0
     """Of the whole run, after start-up."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Counts of each split: rows, tokens, what was cut."""
+    batch: dict[str, int] = field(default_factory=dict)
+    """Rows per optimizer step and per micro-batch, and micro-batches per step."""
 
     @property
     def change(self) -> float:
@@ -57,9 +65,13 @@ class Outcome:
             "val_loss_before": self.val_losses[0] if self.val_losses else None,
             "val_loss_after": self.val_losses[-1] if self.val_losses else None,
             "val_loss_change": self.change,
+            "val_accuracy_before": self.val_accuracies[0] if self.val_accuracies else None,
+            "val_accuracy_after": self.val_accuracies[-1] if self.val_accuracies else None,
             "samples": [asdict(sample) for sample in self.samples],
             "adapter" if self.adapter else "model": None if self.folder is None else str(self.folder.resolve()),
             "plan": self.plan,
+            "data": self.data,
+            "batch": self.batch,
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
         }
@@ -94,18 +106,27 @@ class FinetuneReport(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:
             self.outcome.val_losses.append(float(trainer.callback_metrics["val_loss"]))
+            if "val_accuracy" in trainer.callback_metrics:
+                self.outcome.val_accuracies.append(float(trainer.callback_metrics["val_accuracy"]))
             self.outcome.seconds = time.monotonic() - self._start
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """While the model is still on its devices, in its layout: every rank takes part."""
-        data: InstructionData = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(pl_module, CausalLM)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(pl_module, (CausalLM, Classifier))
         outcome = self.outcome
         outcome.steps, outcome.adapter = trainer.global_step, pl_module.lora is not None
+        deal = data.deal()
+        outcome.data = data_facts(data) if isinstance(data, InstructionData) else {}
+        outcome.batch = {
+            "rows": deal.global_batch_size,
+            "micro_batch_size": deal.micro_batch_size,
+            "accumulate": deal.accumulate,
+        }
         outcome.folder = self.folder / ("adapter" if outcome.adapter else "model")
-        save(pl_module.model, outcome.folder, data.tokenizer, writes=trainer.is_global_zero)
-        for messages in data.sample_conversations[: self.num_samples]:
+        save(pl_module.model, outcome.folder, data.processor, writes=trainer.is_global_zero)
+        for messages in getattr(data, "sample_conversations", [])[: self.num_samples]:
             *asked, reference = messages
             reply = answer(pl_module.model, data.tokenizer, asked)
             outcome.samples.append(Sample(asked[-1]["content"], reference["content"], reply))
@@ -126,6 +147,9 @@ def render(outcome: Outcome) -> Table:
     if outcome.val_losses:
         before, after = outcome.val_losses[0], outcome.val_losses[-1]
         table.add_row("Validation loss", f"{before:.4f} before, {after:.4f} after ({outcome.change:+.1%})")
+    if outcome.val_accuracies:
+        before, after = outcome.val_accuracies[0], outcome.val_accuracies[-1]
+        table.add_row("Accuracy", f"{before:.1%} before, {after:.1%} after")
     for sample in outcome.samples:
         table.add_row("Question", Text(sample.question))
         table.add_row("  reference", Text(sample.reference))

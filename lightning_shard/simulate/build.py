@@ -48,10 +48,20 @@ def no_weights() -> Iterator[None]:
     """Inside, transformers' ``from_pretrained`` builds from the config alone."""
     from transformers import PreTrainedModel
 
-    def from_pretrained(cls: Any, /, path: Any, *args: Any, config: Any = None, dtype: Any = None, **_: Any) -> Any:
+    def from_pretrained(
+        cls: Any,
+        /,
+        path: Any,
+        *args: Any,
+        config: Any = None,
+        dtype: Any = None,
+        output_loading_info: bool = False,
+        **_: Any,
+    ) -> Any:
         config = config or cls.config_class.from_pretrained(path)
         model = cls(config)
-        return model.to(dtype) if isinstance(dtype, torch.dtype) else model
+        model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
+        return (model, {"missing_keys": []}) if output_loading_info else model
 
     with patched(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield

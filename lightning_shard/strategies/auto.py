@@ -87,6 +87,20 @@ class AutoShardStrategy(PlanStrategy):
         """Predicted bytes and seconds of the plan in force."""
         return None if self._decision is None else self._decision.estimate
 
+    @property
+    def headroom(self) -> float:
+        """Share of each device's memory to leave free."""
+        return self._headroom
+
+    @property
+    def pin(self) -> dict[str, Any]:
+        """Fields of the Plan that are not to be chosen."""
+        return dict(self._pin)
+
+    def cluster(self) -> Cluster:
+        """What is planned for, with the smallest device's memory. Collective: every rank calls it."""
+        return self._describe(self._smallest_device())
+
     @override
     def fixed_plan(self) -> Plan | None:
         return self._fixed

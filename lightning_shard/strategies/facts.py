@@ -24,6 +24,7 @@ DEFAULT_OPTIMIZER = "adamw"
 def describe_training(trainer: Trainer, module: LightningModule, precision: str) -> TrainSpec:
     """The TrainSpec of this run. Every rank calls it: the optimizer hook may use collectives.
 
+    A module may say in ``planned_loss`` what becomes of its logits (a value of ``TrainSpec.loss``).
     The batch is the longest allowed one where the data module or the module has a ``max_seq_len``, else the
     first rows of the training data, collated as the loader would (nothing is consumed: random state and
     iterable data sets are left alone).
@@ -41,6 +42,7 @@ def describe_training(trainer: Trainer, module: LightningModule, precision: str)
         optimizer=optimizer,
         optimizer_implementation=implementation,  # type: ignore[arg-type]
         attention=_attention(module),  # type: ignore[arg-type]
+        loss=getattr(module, "planned_loss", "full"),
         gradients_cleared="before_backward",  # as Lightning's closure does
     )
 

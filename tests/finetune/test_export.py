@@ -13,7 +13,7 @@ from tiny import make_model_folder, make_tokenizer
 
 from lightning_shard.finetune.export import save
 from lightning_shard.finetune.folders import whole_folder
-from lightning_shard.finetune.model import CausalLM, load
+from lightning_shard.finetune.model import CausalLM, add_adapters, load
 from lightning_shard.specs import AdapterSpec
 from lightning_shard.testing import run_ranks
 
@@ -51,7 +51,7 @@ def disturb(model: Any) -> torch.Tensor:
 
 def test_adapter_loads_in_a_fresh_process_with_equal_logits(tmp_path: Path) -> None:
     base = make_model_folder(tmp_path / "base")
-    model = load(str(base), AdapterSpec(r=4, alpha=8), torch.float32)
+    model = add_adapters(load(str(base), torch.float32), AdapterSpec(r=4, alpha=8))
     expected = disturb(model)
     save(model, tmp_path / "adapter", None, writes=True)
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
@@ -67,7 +67,7 @@ def test_adapter_loads_in_a_fresh_process_with_equal_logits(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_model_trained_in_full_is_a_whole_folder(tmp_path: Path, tied: bool) -> None:
-    model = load(str(make_model_folder(tmp_path / "base", tied=tied)), None, torch.float32)
+    model = load(str(make_model_folder(tmp_path / "base", tied=tied)), torch.float32)
     expected = disturb(model)
     save(model, tmp_path / "model", make_tokenizer(), writes=True)
     logits = plain_logits(tmp_path / "model", None, tmp_path / "logits")
@@ -79,7 +79,8 @@ def save_sharded(base: Path, out: Path, lora: bool) -> list[list[float]] | None:
     """Save from two shards; the logits before sharding, on the rank that wrote."""
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = load(str(base), AdapterSpec(r=4) if lora else None, torch.float32)
+    model: Any = load(str(base), torch.float32)
+    model = add_adapters(model, AdapterSpec(r=4)) if lora else model
     logits = disturb(model)
     for layer in model.get_decoder().layers:
         fully_shard(layer)

@@ -69,7 +69,7 @@ def test_what_people_see(recipe: list[str], capsys: pytest.CaptureFixture[str]) 
     assert main([*recipe, "--trainer.max_steps", "1"]) == DONE
     printed = capsys.readouterr().out
     assert "Strategy: SingleDeviceStrategy, which has no plan." in printed
-    assert "Train: 16 of 16 rows" in printed
+    assert "Train       16 of 16 rows" in printed
     assert re.search(r"Validation loss +\d\.\d{4} before, \d\.\d{4} after \([+-]\d+\.\d%\)", printed)
     assert printed.count("Question") == 2
     assert "1 optimizer steps" in printed
@@ -118,7 +118,7 @@ def test_full_fine_tuning_on_shards(recipe: list[str], tmp_path: Path) -> None:
     [
         (["--trainer.strategy", "auto-shrad"], r"'auto-shrad' is not known. Did you mean 'auto-shard'\?.*tuned-ddp"),
         (["--model.path", "./absent/model"], r"'./absent/model' does not exist.*config.json.*hub id"),
-        (["--data.train", "absent.jsonl"], r"no data file 'absent.jsonl'.*Give the path of a JSONL file"),
+        (["--data.train", "absent.jsonl"], r"no data file 'absent.jsonl'.*Give a JSONL, Parquet or CSV file"),
         (["--prepare", '["absent.py"]'], r"'absent.py', which does not exist.*--prepare \[\]"),
     ],
     ids=["strategy", "model", "data", "prepare"],
@@ -131,6 +131,109 @@ def test_bad_input_is_told_before_anything_starts(
     assert re.search(said, message)
     assert "Traceback" not in message
     assert not (tmp_path / "out").exists()
+
+
+def broken_models(folder: Path) -> None:
+    """Copies of the model, each with one fault."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    names = ("no-json", "bad-weights", "bad-tokenizer", "unknown-type", "half", "other-shape")
+    no_json, weights, tokenizer, unknown, half, shape = (
+        Path(shutil.copytree(folder / "model", folder / name)) for name in names
+    )
+    (no_json / "config.json").write_text("{not json")
+    (weights / "model.safetensors").write_bytes(b"garbage")
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (unknown / "config.json").write_text('{"model_type": "nothing"}')
+    tensors, name = load_file(folder / "model" / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:8].clone()}, shape / "model.safetensors", metadata={"format": "pt"})
+    del tensors[name]
+    save_file(tensors, half / "model.safetensors", metadata={"format": "pt"})
+
+
+BAD_VALUES = [
+    ("--data.max_seq_len", "-4", r"data\.max_seq_len=-4 must be 1 or more"),
+    ("--data.max_train_rows", "-1", r"data\.max_train_rows=-1 must be 1 or more"),
+    ("--data.max_validation_rows", "0", r"data\.max_validation_rows=0 must be 1 or more"),
+    ("--data.micro_batch_size", "0", r"data\.micro_batch_size=0 must be 1 or more"),
+    ("--data.global_batch_size", "-2", r"data\.global_batch_size=-2 must be 1 or more"),
+    ("--data.num_workers", "-1", r"data\.num_workers=-1 must be 0 or more"),
+    ("--data.validation_share", "0.5", r"validation and validation_share exclude one another"),
+    ("--data.columns", "{prompt: question}", r"line 1: has no column 'question'"),
+    ("--data.train", "nobody/nothing", r"The data 'nobody/nothing' cannot be read"),
+    ("--model.warmup_steps", "-3", r"model\.warmup_steps=-3 must be 0 or more"),
+    ("--model.weight_decay", "-0.1", r"model\.weight_decay=-0\.1 must be 0 or more"),
+    ("--model.learning_rate", "-1", r"model\.learning_rate=-1\.0 must be 0 or more"),
+    ("--model.lora.r", "0", r"r=0"),
+    ("--model.lora.alpha", "-1", r"alpha=-1.* must be a number above 0"),
+    ("--model.lora.modules_to_save", '["nothing"]', r"modules_to_save 'nothing' match no layer.*lm_head"),
+    ("--model.loss", "liger", r"model\.loss=liger needs a GPU"),
+    ("--model.path", "no-json", r"no-json' cannot be loaded"),
+    ("--model.path", "bad-weights", r"bad-weights' cannot be loaded"),
+    ("--model.path", "bad-tokenizer", r"bad-tokenizer' cannot be loaded"),
+    ("--model.path", "unknown-type", r"unknown-type' cannot be loaded"),
+    ("--model.path", "half", r"half' lacks weights of its LlamaForCausalLM: model\.layers\.0\.mlp\.up_proj\.weight\."),
+    ("--model.path", "other-shape", r"other-shape' cannot be loaded"),
+    ("--trainer.max_steps", "-5", r"`max_steps` must be a non-negative integer or -1"),
+    ("--trainer.devices", "0", r"devices='0'"),
+    ("--trainer.accelerator", "gpu", r"No supported gpu backend"),
+    ("--trainer.accumulate_grad_batches", "0", r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
+    ("--trainer.gradient_clip_val", "-1", r"trainer\.gradient_clip_val=-1 must be 0 or more"),
+    ("--cpu_processes", "0", r"cpu_processes=0 must be 1 or more"),
+    ("--resume", "absent.ckpt", r"--resume 'absent\.ckpt' does not exist"),
+    ("--task", "clasification", r"'clasification' is not known. Did you mean 'text-classification'"),
+    ("--config", "absent.yaml", r"There is no recipe 'absent\.yaml'"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "said"), BAD_VALUES, ids=lambda value: str(value)[:40])
+def test_a_bad_value_is_one_message_and_leaves_nothing_behind(
+    recipe: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    value: str,
+    said: str,
+) -> None:
+    if (option, torch.cuda.is_available()) in (("--trainer.accelerator", True), ("--model.loss", True)):
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if option == "--model.path":
+        broken_models(tmp_path)
+        value = str(tmp_path / value)
+    assert main([*recipe, option, value]) == BAD_INPUT
+    message = capsys.readouterr().err
+    assert re.search(said, message)
+    assert "Traceback" not in message
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_nothing_is_left_in_the_working_directory(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([*recipe, "--json", "--trainer.max_steps", "1"]) == DONE
+    assert list((tmp_path / "here").iterdir()) == []
+    assert (tmp_path / "out" / "recipe.yaml").is_file()
+
+
+def test_a_runs_recipe_gives_the_same_run(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*recipe, "--json", "--data.global_batch_size", "6", "--data.micro_batch_size", "null"]) == DONE
+    first = outcome(capsys)
+    assert main(["--config", str(tmp_path / "out" / "recipe.yaml")]) == DONE
+    again = outcome(capsys)
+    assert first["batch"]["rows"] == again["batch"]["rows"] == 6
+    assert first["val_loss_after"] == again["val_loss_after"]
 
 
 def test_a_broken_line_is_told_before_anything_starts(

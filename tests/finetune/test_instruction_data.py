@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from tiny import make_model_folder, write_pairs
 
 from lightning_shard.finetune import CausalLM, InstructionData
-from lightning_shard.finetune.batches import collate, filled_up
+from lightning_shard.finetune.batches import collate
 from lightning_shard.finetune.encode import IGNORED, Example
 from lightning_shard.testing import RankError, run_ranks
 
@@ -21,18 +21,11 @@ def make_data(folder: Path, **options: int | None) -> InstructionData:
 
 
 def test_batches_are_padded_to_a_multiple_but_not_beyond_the_longest() -> None:
-    batch = collate([LONG, SHORT], pad_id=0, multiple=4, longest=64)
+    batch = collate([(LONG,), (SHORT,)], pad_id=0, multiple=4, longest=64)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 0, 0, 0, 0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 3, 4, 5, -100, -100, -100], [-100, 7] + [-100] * 6]
-    assert collate([LONG, SHORT], pad_id=0, multiple=4, longest=6)["input_ids"].shape == (2, 6)
-    assert collate([SHORT], pad_id=0, multiple=1, longest=6)["input_ids"].shape == (1, 2)
-
-
-def test_rows_are_filled_up_with_empty_ones_for_the_ranks() -> None:
-    rows = filled_up([LONG] * 5, ranks=3, pad_id=9)
-    assert len(rows) == 6
-    assert rows[-1].num_label_tokens == 0
-    assert filled_up([LONG] * 6, ranks=3, pad_id=9) == [LONG] * 6
+    assert collate([(LONG,), (SHORT,)], pad_id=0, multiple=4, longest=6)["input_ids"].shape == (2, 6)
+    assert collate([(SHORT,)], pad_id=0, multiple=1, longest=6)["input_ids"].shape == (1, 2)
 
 
 def test_truncation_is_counted_and_rows_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,222 @@
+"""Cross-entropy of a head's outputs without the logits of all tokens in memory at once."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_shard.activations.loss import CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What a model does to its head's output: ``cap * tanh(scale * x / cap)``."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "LogitRule":
+        """The rule of a transformers config: Gemma's soft cap, Cohere's and Granite's scales."""
+        scale = getattr(config, "logit_scale", None) or 1.0
+        return cls(
+            scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)
+        )
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether logits are the head's output."""
+        return self.scale == 1.0 and self.cap is None
+
+
+def head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, rule: LogitRule, *, liger: bool = False) -> Tensor:
+    """Sum over tokens of the cross-entropy of ``rule(head(hidden))``, at most a chunk of logits at a time.
+
+    The head is called as the module it is, once, with another forward: whatever gathers, casts or hooks it (FSDP, a
+    tied weight in the root's group, a peft wrapper) works as for any forward.
+
+    Args:
+        head: a linear layer (out, in), or what stands for one.
+        hidden: (tokens, in).
+        targets: (tokens,), every one of them counts.
+        rule: what the model does to the head's output.
+        liger: use Liger's kernel, where the head is a plain linear layer.
+    """
+    plain = type(head).forward is nn.Linear.forward and rule.is_identity  # FSDP gives it a class of its own
+
+    def plain_forward(x: Tensor) -> Tensor:
+        linear: Any = head
+        x, weight, bias = _in_compute_type(x, linear.weight, linear.bias)
+        if liger:
+            return _liger_loss(x, weight, bias, targets)
+        loss: Tensor = _ChunkedLoss.apply(x, weight, bias, targets)  # type: ignore[no-untyped-call]
+        return loss
+
+    original = head.forward
+
+    def other_forward(x: Tensor) -> Tensor:
+        return _recomputed(lambda part: rule(original(part)), x, targets)
+
+    with _forward_of(head, plain_forward if plain else other_forward):
+        loss: Tensor = head(hidden)
+    return loss
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward")
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def _in_compute_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As autocast would: the product runs in the narrow type where it is on."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x.to(weight.dtype), weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Takes the gradients while a chunk's logits are there, so that nothing is computed twice.
+
+    Forward keeps the gradient of the hidden states (tokens, in), and where the head trains those of weight and bias, in
+    FP32: a sum over chunks in bf16 would lose what one product keeps.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:  # type: ignore[override]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        wide = total.dtype
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
+        with torch.autocast(x.device.type, enabled=False):
+            for start in range(0, len(x), CHUNK_TOKENS):
+                part, wanted = x[start : start + CHUNK_TOKENS], targets[start : start + CHUNK_TOKENS, None]
+                logits = functional.linear(part, weight, bias).to(wide)
+                log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
+                total += (log_sum - logits.gather(1, wanted)).sum()
+                if not (needs_x or needs_weight or needs_bias):
+                    continue
+                gradient = logits.sub_(log_sum).exp_()
+                gradient.scatter_add_(1, wanted, torch.full_like(log_sum, -1.0))
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0)
+                gradient = gradient.to(weight.dtype)
+                if grad_x is not None:
+                    grad_x[start : start + CHUNK_TOKENS] = gradient @ weight
+                if grad_weight is not None:
+                    grad_weight += gradient.T @ part
+        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        grad_x, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+
+        def scaled(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+            return None if gradient is None else (gradient * grad_loss).to(dtype or gradient.dtype)
+
+        return scaled(grad_x, None), scaled(grad_weight, weight_dtype), scaled(grad_bias, bias_dtype), None
+
+
+def _recomputed(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    """Chunk by chunk, each recomputed in backward: right for any head, for a second product with it."""
+
+    def chunk_loss(part: Tensor, wanted: Tensor) -> Tensor:
+        logits = logits_of(part)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return functional.cross_entropy(logits.to(wide), wanted, reduction="sum")
+
+    starts = range(0, len(x), CHUNK_TOKENS) if len(x) else (0,)
+    parts = [(x[start : start + CHUNK_TOKENS], targets[start : start + CHUNK_TOKENS]) for start in starts]
+    losses = [checkpoint(chunk_loss, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum()
+
+
+def has_liger() -> bool:
+    """Whether Liger's kernels are installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def require_liger(loss: str) -> None:
+    """Raise ValueError where Liger is asked for and cannot run."""
+    if loss == "liger" and not (has_liger() and torch.cuda.is_available()):
+        raise ValueError(
+            "model.loss=liger needs a GPU and the package `liger-kernel`. Install it there, or set model.loss to chunked."
+        )
+
+
+def _liger_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    if not len(x):
+        return x.sum() * weight.new_zeros(())
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, x, targets, bias)
+    return loss
+
+
+def follows_rule(model: Any, rule: LogitRule) -> bool:
+    """Whether ``model`` computes its logits as ``rule(head(hidden))``, tried on hidden states drawn at random.
+
+    Only the end of its forward runs: what stands before the head is replaced for the moment. A model of which this is
+    not known (an encoder-decoder, logits made otherwise) gets False; on meta only shapes are compared.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is None or decoder is model or head is None:
+        return False
+    weight = next(head.parameters())
+    width = model.config.get_text_config().hidden_size
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
+    outputs = _Outputs(last_hidden_state=hidden)
+    try:
+        with torch.no_grad(), _forward_of(decoder, lambda *args, **kwargs: outputs):  # type: ignore[arg-type,return-value]
+            theirs = model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=weight.device), use_cache=False).logits
+            ours = rule(head(hidden))
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        RuntimeError,
+    ):  # its forward wants more than that
+        return False
+    same = theirs.shape == ours.shape
+    return same and (weight.is_meta or torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-2))
+
+
+class _Outputs(dict[str, Any]):
+    """What a decoder returns, with nothing but hidden states."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    @override
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
