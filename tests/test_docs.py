@@ -74,6 +74,8 @@ def test_python_blocks_run_in_order(guide: Path, tmp_path: Path) -> None:
 def test_planning_commands_run(guide: str, command: str, tmp_path: Path) -> None:
     line = re.sub(r"path/to/\S+|meta-llama/\S+", str(A_MODEL), command)
     line = re.sub(r"--(links|calibrate) \S+", "", line)  # files of the reader's own runs
+    if line.startswith("lightning-shard plan") and "--device " not in line:
+        line += " --device h100-sxm"  # the reader has devices
     here = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr

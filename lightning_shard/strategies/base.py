@@ -27,6 +27,7 @@ from lightning_shard.strategies.checks import (
     require_known_options,
     require_manual_backward,
     require_optimizers_over_module,
+    require_script,
     require_supported_precision,
     require_trainable,
     require_used,
@@ -105,6 +106,16 @@ class PlanStrategy(PortableStateStrategy):
     def precision_plugin(self, plugin: PrecisionPlugin | None) -> None:
         # The connector overwrites the plugin of a strategy that was given by name: translate whatever comes.
         self._precision_plugin = None if plugin is None else translate(plugin)
+
+    @override
+    def _configure_launcher(self) -> None:
+        num_ranks = self.num_nodes * self.num_processes
+        if num_ranks == 1:
+            return  # nothing to launch, so it works in a notebook too
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            require_script(num_ranks)
+        super()._configure_launcher()
 
     @override
     def setup_distributed(self) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -34,6 +35,16 @@ def asks_torch_ddp(options: Mapping[str, object]) -> bool:
     hooks = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
     only_ddp = hooks.union(inspect.signature(DistributedDataParallel.__init__).parameters)
     return any(value is not None and value != usual.get(name) for name, value in options.items() if name in only_ddp)
+
+
+def require_script(num_ranks: int) -> None:
+    """Raise RuntimeError in a notebook or an interactive Python: that is one process, and other ranks cannot join it."""
+    if hasattr(sys, "ps1"):
+        raise RuntimeError(
+            f"{num_ranks} devices need {num_ranks} processes, and a notebook (or an interactive Python) is one. Write the "
+            f"cells to a file (%%writefile train.py) and start it: !torchrun --nproc-per-node {num_ranks} train.py, or "
+            "!python train.py, which starts its own processes. With devices=1 it runs here; planning does for any number."
+        )
 
 
 def require_trainable(module: nn.Module) -> None:
