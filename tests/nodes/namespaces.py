@@ -1,6 +1,7 @@
 """Two nodes on one machine: network and host-name namespaces joined by a veth pair, with a rate limit on it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -112,8 +113,9 @@ def why_not() -> str | None:
 @contextmanager
 def two_nodes(bits_per_s: float | None = None) -> Iterator[Pair]:
     """Two nodes that go, with all that runs on them, when the block ends."""
-    tag = os.getpid() % 100_000
-    nodes = [Node(f"lsn-{tag}-{x}", f"node-{x}", f"10.99.0.{i}", f"ls{tag}{x}") for i, x in enumerate("ab", start=1)]
+    _sweep()
+    pid = os.getpid()
+    nodes = [Node(f"lsn-{pid}-{x}", f"node-{x}", f"10.99.0.{i}", f"ls{pid}{x}") for i, x in enumerate("ab", start=1)]
     try:
         names = "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.host}\n" for node in nodes)
         for node in nodes:
@@ -143,6 +145,17 @@ def torchrun(pair: Pair, node: Node, script: Sequence[str], *options: str, per_n
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_node), "--local-addr", node.address,
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{pair.a.address}:{PORT}", "--rdzv-id", "test", *options, *script,
     ]  # fmt: skip
+
+
+def _sweep() -> None:
+    """Take away nodes whose maker was killed before it could."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for name in re.findall(r"^(lsn-\d+-\w+)", listed, flags=re.MULTILINE):
+        if not Path("/proc", name.split("-")[1]).exists():
+            for pid in _in_namespace(name):
+                _end(pid)
+            _run("ip", "netns", "del", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
 def _in_namespace(name: str) -> list[int]:

@@ -26,7 +26,7 @@ def test_the_probe_finds_the_limit_of_the_network(gbit: float, per_node: int, tm
             node.start(torchrun(pair, node, script, "--nnodes", "2", per_node=per_node), tmp_path / f"{node.host}.log")
             for node in (pair.a, pair.b)
         ]
-        assert [agent.wait(timeout=150) for agent in agents] == [0, 0], (tmp_path / "node-a.log").read_text()[-3000:]
+        assert [agent.wait(timeout=400) for agent in agents] == [0, 0], (tmp_path / "node-a.log").read_text()[-3000:]
     profile = LinkProfile.load(file)
     assert profile.inter is not None
     assert profile.inter.bytes_per_s == pytest.approx(gbit * GBIT_PER_S, rel=0.1)
