@@ -122,4 +122,5 @@ def simulated() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(simulated() if "--simulate" in sys.argv else tables()) + "\n")
+    for line in simulated() if "--simulate" in sys.argv else tables():
+        print(line, flush=True)
