@@ -31,6 +31,7 @@ __all__ = [
     "LightningModule",
     "MixedPrecision",
     "Precision",
+    "ReduceScatter",
     "Trainer",
     "TrainerFn",
     "abort_process_groups",
@@ -44,6 +45,7 @@ __all__ = [
     "fake_tensor_mode",
     "forget_sharding",
     "fsdp_chunking",
+    "fsdp_gather_async",
     "fsdp_reduce_unused",
     "fsdp_reset",
     "fsdp_root_init",
@@ -55,6 +57,7 @@ __all__ = [
     "isolate_rng",
     "mesh_arithmetic",
     "outside_modes",
+    "reduce_scatter_single",
     "profiler_is_running",
     "quiet_profiler",
     "rank_zero_info",
@@ -73,6 +76,16 @@ NAMESPACE = (
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather equal shards into one tensor: renamed in torch 2.13, where the old name warns. Goes when the floor is there."""
+
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum one tensor over the ranks and keep a share: renamed in torch 2.13, where the old name warns. Goes when the floor is
+there."""
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+else:
+    # What FSDPModule.set_custom_reduce_scatter takes; torch exports the method and not the class. Can go when it does.
+    ReduceScatter = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api").ReduceScatter
 
 DDP_SYNCS_BUFFERS = (
     "forward_sync_buffers"
@@ -153,6 +166,15 @@ def default_store() -> Any:
 def ddp_reduced(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters a DDP wrapper was made for; it averages gradients of those that trained then. Not public."""
     return list(ddp._module_parameters)
+
+
+def fsdp_gather_async(root: FSDPModule) -> None:
+    """Have gathers return at once and be waited for where they are needed.
+
+    On the host, which has no streams, a gather blocks otherwise, whatever is prefetched. Private because torch's public
+    switch is per call (``unshard(async_op=True)``), not for the gathers FSDP makes by itself; can go when it is.
+    """
+    root._set_unshard_async_op(True)
 
 
 def fsdp_root_init(root: FSDPModule) -> None:

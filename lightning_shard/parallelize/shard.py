@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
 from lightning_shard.parallelize.cast import cast_tensors
+from lightning_shard.parallelize.prefetch import HostReductions, has_streams, prefetch
 from lightning_shard.parallelize.storage import to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
 from lightning_shard.plans import Plan
@@ -78,7 +79,10 @@ def shard(
     if not isinstance(units.root, FSDPModule):
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
     fsdp_reduce_unused(units.root)
-    _prefetch(units, plan.prefetch)
+    streams = has_streams(mesh)
+    prefetch(units, plan.prefetch, streams=streams)
+    if not streams and plan.prefetch and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1:
+        HostReductions().install(units.root)
     _open_root(units.root, policy.param_dtype, forward_methods)
     return whole
 
@@ -160,15 +164,6 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
         return None
 
     return place
-
-
-def _prefetch(units: Units, depth: int) -> None:
-    blocks: list[FSDPModule] = [block for _, block in units.blocks if isinstance(block, FSDPModule)]
-    if depth < 2:
-        return  # FSDP gathers one unit ahead by itself
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
 
 
 def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_methods: tuple[str, ...]) -> None:

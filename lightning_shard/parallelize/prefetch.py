@@ -1,0 +1,100 @@
+"""What FSDP gathers ahead, and how its traffic overlaps with compute where there are no streams."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_shard._compat import ReduceScatter, at_end_of_backward, fsdp_gather_async, reduce_scatter_single
+from lightning_shard.parallelize.units import Units
+
+
+def prefetch(units: Units, depth: int, *, streams: bool) -> None:
+    """Have every unit gather the next ``depth`` ones ahead, in forward and in backward.
+
+    Args:
+        units: sharded; those that hold nothing to gather are passed over.
+        depth: units ahead; 0 gathers each when it is needed.
+        streams: whether gathers run on streams of their own (an accelerator). FSDP then is one unit ahead by itself;
+            on the host a gather blocks unless it is asked for asynchronously, and ahead.
+    """
+    root = units.root
+    assert isinstance(root, FSDPModule)
+    order: list[FSDPModule] = [m for m in _in_forward_order(units) if isinstance(m, FSDPModule)]
+    if not streams and depth:
+        fsdp_gather_async(root)
+    if depth == 1 and streams:
+        return
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+        # An empty list means FSDP's own choice, one unit; a unit's own gather is never ahead.
+        module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1] or [module])
+    root.set_modules_to_forward_prefetch(order[:depth])
+
+
+def has_streams(mesh: DeviceMesh) -> bool:
+    """Whether collectives of ``mesh`` run beside compute by themselves, as on an accelerator."""
+    return mesh.device_type != "cpu"
+
+
+def _in_forward_order(units: Units) -> list[nn.Module]:
+    return [unit for kind in (units.embeddings, units.blocks, units.heads) for _, unit in kind]
+
+
+class HostReductions:
+    """Reduce-scatters that run beside backward on the host, one at a time, all in before backward returns.
+
+    FSDP's own block there: it leaves the overlap to streams.
+    """
+
+    def __init__(self) -> None:
+        self._work: Any = None
+        self._kept: tuple[Tensor, ...] = ()
+
+    def install(self, root: nn.Module) -> None:
+        """Let every unit below ``root`` reduce through this."""
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_HostReduceScatter(self, module))
+
+    def start(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any, *, finish: bool) -> None:
+        """Reduce ``source`` into ``output``, the rank's share of it; ``finish`` waits for the result."""
+        self.wait()
+        self._work = reduce_scatter_single(output, source, op=op, group=group, async_op=True)
+        self._kept = (output, source)
+        if finish:
+            self.wait()
+        else:
+            at_end_of_backward(self.wait)
+
+    def wait(self) -> None:
+        """Until what was started has arrived."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._kept = None, ()
+
+
+class _HostReduceScatter(ReduceScatter):
+    """The reduce-scatter of one unit, in the form in which FSDP takes it."""
+
+    def __init__(self, reductions: HostReductions, unit: nn.Module) -> None:
+        self._reductions = reductions
+        self._parameters = [p for p in unit.parameters() if isinstance(p, DTensor) and p.requires_grad]
+
+    @override
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @override
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        # FSDP adds to a gradient that is there, and calls a user's hooks, as soon as this returns.
+        finish = any(p.grad is not None or p._post_accumulate_grad_hooks for p in self._parameters)
+        self._reductions.start(output_tensor, input_tensor, group, op, finish=finish)
