@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_shard.memory import Estimate
     from lightning_shard.planner import Decision
     from lightning_shard.plans import Plan
+    from lightning_shard.pretrained import from_pretrained, stream_weights
     from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
     from lightning_shard.strategies import AutoShardStrategy, FSDP2Strategy, TunedDDPStrategy
 
@@ -35,8 +36,10 @@ __all__ = [
     "TrainSpec",
     "TunedDDPStrategy",
     "__version__",
+    "from_pretrained",
     "lora",
     "plan",
+    "stream_weights",
 ]
 
 _ROOMS = {
@@ -50,7 +53,9 @@ _ROOMS = {
     "Plan": "plans",
     "TrainSpec": "specs",
     "TunedDDPStrategy": "strategies",
+    "from_pretrained": "pretrained",
     "lora": "adapters",
+    "stream_weights": "pretrained",
 }
 """Public name to the file it lives in."""
 

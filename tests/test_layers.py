@@ -20,6 +20,7 @@ ACTING = (
     "specs",
     "parallelize",
     "adapters",
+    "pretrained",
     "checkpoint",
     "doctor",
     "strategies",

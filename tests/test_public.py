@@ -11,7 +11,7 @@ import lightning_shard
 
 PUBLIC = {
     "AdapterSpec", "AutoShardStrategy", "Cluster", "Decision", "Estimate", "FSDP2Strategy", "ModelSpec", "Plan",
-    "TrainSpec", "TunedDDPStrategy", "__version__", "lora", "plan",
+    "TrainSpec", "TunedDDPStrategy", "__version__", "from_pretrained", "lora", "plan", "stream_weights",
 }  # fmt: skip
 HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "peft", "numpy")
 NAMES = {"auto-shard": "AutoShardStrategy", "fsdp2": "FSDP2Strategy", "tuned-ddp": "TunedDDPStrategy"}

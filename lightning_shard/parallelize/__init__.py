@@ -25,6 +25,7 @@ from lightning_shard.parallelize.materialize import Materializer
 from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
 from lightning_shard.parallelize.storage import Storage, store, to_dtype
+from lightning_shard.parallelize.streaming import find_places, require_same_files, stream_in
 from lightning_shard.parallelize.tensor import TensorParallel
 from lightning_shard.parallelize.units import Units, find_units
 from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
@@ -125,7 +126,9 @@ def parallelize(
         before.undo()
     units = find_units(module)
     storage = store(module, precision, None if before is None else before.storage)
-    materializer = Materializer(module, seed)
+    materializer = Materializer(module, seed, stream=plan.tp == 1)  # tensor parallelism splits whole tensors
+    waiting = find_places(module)
+    require_same_files(waiting)
     sent_bytes = agree_on_start(module, device)
     uncovered, replicated = storage.compute_dtypes, None
     if plan.strategy == "fsdp2":
@@ -137,13 +140,17 @@ def parallelize(
             if tensor_parallel is not None:
                 tensor_parallel.apply(unit)
 
-        whole = shard(units, plan, mesh, precision, prepare, forward_methods)
+        def load() -> None:
+            stream_in(waiting, torch.device("cpu") if plan.offload == "all" else device)
+
+        whole = shard(units, plan, mesh, precision, prepare, forward_methods, load)
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
         uncovered = uncovered_by_policy(whole, storage, precision)
     else:
         materializer.materialize(module)
+        stream_in(waiting, device)
         module.to(device)
     input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype or replicated else None
     if plan.flat_gradients:

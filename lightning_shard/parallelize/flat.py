@@ -37,6 +37,8 @@ class FlatGradients:
     ) -> None:
         self._group = group
         self._chunk_bytes = chunk_bytes
+        self.wire_dtype: torch.dtype | None = None
+        """The type in which gradients travel, where it is not their own."""
         self.sync = True
         """Off while accumulating: gradients add up locally."""
         self._parameters = list(parameters)
@@ -57,6 +59,11 @@ class FlatGradients:
                 self._chunks.append(chunk)
                 self._of.update(dict.fromkeys(part, chunk))
         self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in trained]  # type: ignore[no-untyped-call]
+
+    def resize(self, chunk_bytes: int) -> None:
+        """From the next backward on, reduce so many bytes at a time. The gradients that are there stay."""
+        self._chunk_bytes = chunk_bytes
+        self._build()
 
     def close(self) -> None:
         """Take the hooks off the parameters: from now on their gradients stay local."""
@@ -125,7 +132,7 @@ class FlatGradients:
     def _send(self, *, only_full: bool) -> None:
         """Send chunks in one fixed order: ranks may fill them in different ones."""
         while self._num_sent < len(self._chunks) and (not only_full or self._chunks[self._num_sent].full):
-            self._chunks[self._num_sent].send(self._group)
+            self._chunks[self._num_sent].send(self._group, self.wire_dtype)
             self._num_sent += 1
 
     def _finish(self) -> None:
@@ -155,6 +162,8 @@ class _Chunk:
         """Have not come in this backward."""
         self._unused: list[nn.Parameter] = []
         """What this rank has no gradient of in the reduction under way."""
+        self._wire = self.buffer
+        """What is sent: the buffer, or a narrower copy of it."""
         self._work: Any = None
         offset = 0
         for parameter in parameters:
@@ -200,21 +209,33 @@ class _Chunk:
         self._missing.discard(parameter)
         return not self._missing
 
-    def send(self, group: dist.ProcessGroup | None) -> None:
+    def send(self, group: dist.ProcessGroup | None, dtype: torch.dtype | None) -> None:
         self._unused = [p for p in self._views if p.grad is None or p in self._lent]
+        if dtype is None:
+            self._wire = self.buffer
+        else:  # divided first: a sum of halves may overflow. Adding +0.0 undoes a -0.0 that rounding made.
+            self._wire = self.buffer.div(dist.get_world_size(group)).to(dtype).add_(0.0)
         for parameter in self._unused:
-            self._views[parameter].fill_(-0.0)
-        self._work = dist.all_reduce(self.buffer, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            self._part(parameter).fill_(-0.0)
+        operation = dist.ReduceOp.AVG if dtype is None else dist.ReduceOp.SUM
+        self._work = dist.all_reduce(self._wire, op=operation, group=group, async_op=True)
+
+    def _part(self, parameter: nn.Parameter) -> Tensor:
+        """The part of what is sent that is this parameter's."""
+        view = self._views[parameter]
+        first = view.storage_offset()
+        return self._wire[first : first + view.numel()]
 
     def settle(self) -> None:
         if self._work is not None:
             self._work.wait()
+            nobody = {p: bool(((part := self._part(p)) == 0).logical_and_(part.signbit()).all()) for p in self._unused}
+            if self._wire is not self.buffer:
+                self.buffer.copy_(self._wire)
             for parameter in self._unused:
-                view = self._views[parameter]
-                nobody = bool(((view == 0) & view.signbit()).all())
-                parameter.grad = None if nobody else view
+                parameter.grad = None if nobody[parameter] else self._views[parameter]
             self._lent.clear()
-        self._work, self._unused = None, []
+        self._work, self._unused, self._wire = None, [], self.buffer
         self._await()
 
 

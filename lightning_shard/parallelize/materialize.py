@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.parallelize.streaming import find_places
+from lightning_shard.parallelize.weights import StoredTensor
+
 
 class Materializer:
     """Turns meta tensors below one root into initialised CPU tensors, keeping ties.
@@ -21,11 +24,18 @@ class Materializer:
     Args:
         root: names are relative to this module.
         seed: the run's seed; with a module's name it determines that module's values.
+        stream: leave on meta what has a source in files (:mod:`lightning_shard.parallelize.streaming` reads it later,
+            once it is sharded), save for layers that others start from.
     """
 
-    def __init__(self, root: nn.Module, seed: int) -> None:
+    def __init__(self, root: nn.Module, seed: int, *, stream: bool = False) -> None:
         self._seed = seed
+        now = {id(m) for layer in root.modules() for m in _starts_others(layer)}
+        # By place: sharding exchanges the tensors, and a shard on meta still waits.
+        self._files = {(id(module), name): source for module, name, source in find_places(root)}
+        self._waiting = {place for place in self._files if stream and place[0] not in now}
         self._real: dict[int, Tensor] = {}
+        self._sources: dict[int, StoredTensor] = {}
         self._keep_alive: list[Tensor] = []
         self._places = list(_walk(root, "", None))
         self._owners: dict[int, int] = {}
@@ -46,14 +56,28 @@ class Materializer:
         places = [place for place in self._places if id(place[0]) in wanted]
         fresh = [(place, names) for place in places if (names := self._make_real(place[0]))]
         touched = {id(place[0]) for place, _ in fresh}
+        made = {id(module) for (module, _, _), names in fresh if any(self._is_made(module, name) for name in names)}
         for module, name, owner in places:
             if id(module) in touched:
-                with seeded(self._seed, name):
-                    _initialise(module, owner)
+                if id(module) in made:
+                    with seeded(self._seed, name):
+                        _initialise(module, owner)
+                self._read(module)
             elif touched & {id(child) for child in module.modules()}:
                 self._finish(module, name)
         for (module, name, _), names in fresh:
             _require_initialised(module, name, names)
+
+    def _read(self, module: nn.Module) -> None:
+        """Fill from files what has a source there."""
+        for tensor in _own_tensors(module):
+            source = self._sources.pop(id(tensor), None)
+            if source is not None:
+                source.read_into(tensor.detach())
+
+    def _is_made(self, module: nn.Module, name: str) -> bool:
+        """Whether a fresh tensor's values are made here rather than read."""
+        return id(module._parameters.get(name, module._buffers.get(name))) not in self._sources
 
     def _finish(self, module: nn.Module, name: str) -> None:
         """What a peft wrapper knows better than the layers inside it, after those are initialised."""
@@ -68,11 +92,14 @@ class Materializer:
         names = []
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
-                if tensor is None or not tensor.is_meta:
+                if tensor is None or not tensor.is_meta or (id(module), name) in self._waiting:
                     continue
                 if id(tensor) not in self._real:
                     self._keep_alive.append(tensor)  # an id is only unique among the living
-                    self._real[id(tensor)] = _poisoned_like(tensor)
+                    self._real[id(tensor)] = real = _poisoned_like(tensor)
+                    source = self._files.get((id(module), name))
+                    if source is not None:
+                        self._sources[id(real)] = source
                     names.append(name)
                 store[name] = self._real[id(tensor)]  # type: ignore[assignment]
         return names
@@ -113,6 +140,14 @@ def _copy_original(wrapper: Any) -> None:
     """Start each trained copy of a layer (peft's ``modules_to_save``) from the layer itself."""
     for copy in wrapper.modules_to_save.values():
         copy.load_state_dict(wrapper.original_module.state_dict())
+
+
+def _starts_others(layer: Any) -> Iterator[nn.Module]:
+    """What other tensors start from, which must be whole when they do: DoRA's base, the original of a trained copy."""
+    if _is_adapter_layer(layer) and len(getattr(layer, "lora_magnitude_vector", ())):
+        yield from layer.get_base_layer().modules()
+    elif hasattr(layer, "modules_to_save") and hasattr(layer, "original_module"):
+        yield from layer.original_module.modules()
 
 
 def _walk(module: nn.Module, name: str, owner: nn.Module | None) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:

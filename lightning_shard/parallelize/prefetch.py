@@ -1,6 +1,6 @@
 """What FSDP gathers ahead, and how its traffic overlaps with compute where there are no streams."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_shard._compat import ReduceScatter, at_end_of_backward, fsdp_gath
 from lightning_shard.parallelize.units import Units
 
 
-def prefetch(units: Units, depth: int, *, streams: bool) -> None:
+def gather_ahead(units: Units, depth: int, *, streams: bool) -> None:
     """Have every unit gather the next ``depth`` ones ahead, in forward and in backward.
 
     Args:
@@ -24,27 +24,32 @@ def prefetch(units: Units, depth: int, *, streams: bool) -> None:
         streams: whether gathers run on streams of their own (an accelerator). FSDP then is one unit ahead by itself;
             on the host a gather blocks unless it is asked for asynchronously, and ahead.
     """
-    root = units.root
-    assert isinstance(root, FSDPModule)
-    order: list[FSDPModule] = [m for m in _in_forward_order(units) if isinstance(m, FSDPModule)]
     if not streams and depth:
-        fsdp_gather_async(root)
+        assert isinstance(units.root, FSDPModule)
+        fsdp_gather_async(units.root)
+    for unit, in_forward, in_backward in prefetch_lists(units, depth, streams=streams):
+        unit.set_modules_to_forward_prefetch(in_forward)
+        unit.set_modules_to_backward_prefetch(in_backward)
+
+
+def prefetch_lists(
+    units: Units, depth: int, *, streams: bool
+) -> Iterator[tuple[FSDPModule, list[FSDPModule], list[FSDPModule]]]:
+    """Each unit that is sharded, what it gathers ahead in forward, and in backward; nothing where FSDP's own way does."""
     if depth == 1 and streams:
         return
-    for index, module in enumerate(order):
-        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
-        # An empty list means FSDP's own choice, one unit; a unit's own gather is never ahead.
-        module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1] or [module])
-    root.set_modules_to_forward_prefetch(order[:depth])
+    kinds = (units.blocks,) if streams else (units.embeddings, units.blocks, units.heads)
+    order: list[FSDPModule] = [unit for kind in kinds for _, unit in kind if isinstance(unit, FSDPModule)]
+    for index, unit in enumerate(order):
+        # An empty list in backward means FSDP's own choice, one unit; a unit's own gather is never ahead.
+        yield unit, order[index + 1 : index + 1 + depth], order[max(0, index - depth) : index][::-1] or [unit]
+    if isinstance(units.root, FSDPModule) and not streams:
+        yield units.root, order[:depth], order[::-1][:depth] or [units.root]
 
 
 def has_streams(mesh: DeviceMesh) -> bool:
     """Whether collectives of ``mesh`` run beside compute by themselves, as on an accelerator."""
     return mesh.device_type != "cpu"
-
-
-def _in_forward_order(units: Units) -> list[nn.Module]:
-    return [unit for kind in (units.embeddings, units.blocks, units.heads) for _, unit in kind]
 
 
 class HostReductions:

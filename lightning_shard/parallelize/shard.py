@@ -16,8 +16,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
+from lightning_shard.parallelize import prefetch
 from lightning_shard.parallelize.cast import cast_tensors
-from lightning_shard.parallelize.prefetch import HostReductions, has_streams, prefetch
 from lightning_shard.parallelize.storage import to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
 from lightning_shard.plans import Plan
@@ -33,6 +33,7 @@ def shard(
     precision: Precision,
     before: Callable[[nn.Module], None],
     forward_methods: tuple[str, ...] = (),
+    load: Callable[[], None] = lambda: None,
 ) -> set[nn.Parameter]:
     """Shard ``units`` over ``mesh`` in place; the root comes last and takes what no unit holds.
 
@@ -44,6 +45,7 @@ def shard(
         before: called with each unit just before it is sharded (it loads or initialises the unit, so
             that never more than one whole unit is in memory).
         forward_methods: further methods of the root that compute with its weights.
+        load: called once everything is sharded: reads what is still on the meta device.
 
     Returns:
         The parameters left whole on every rank. Those of them that train still need their gradients
@@ -79,10 +81,11 @@ def shard(
     if not isinstance(units.root, FSDPModule):
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
     fsdp_reduce_unused(units.root)
-    streams = has_streams(mesh)
-    prefetch(units, plan.prefetch, streams=streams)
+    streams = prefetch.has_streams(mesh)
+    prefetch.gather_ahead(units, plan.prefetch, streams=streams)
     if not streams and plan.prefetch and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1:
-        HostReductions().install(units.root)
+        prefetch.HostReductions().install(units.root)
+    load()
     _open_root(units.root, policy.param_dtype, forward_methods)
     return whole
 

@@ -11,12 +11,13 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_shard._compat import is_fake
+from lightning_shard.parallelize import prefetch
 from lightning_shard.simulate.patches import patched
 
 
 @contextmanager
 def allocate_as_cuda() -> Iterator[None]:
-    """Inside, dropout, attention and normalisation allocate as on CUDA."""
+    """Inside, dropout, attention and normalisation allocate as on CUDA, and what is sharded has streams to gather on."""
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(patched(owner, name, value))
@@ -30,6 +31,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield functional, "dropout", _dropout(functional.dropout)
     yield torch, "rms_norm", _rms_norm(torch.rms_norm)
     yield functional, "rms_norm", _rms_norm(functional.rms_norm)
+    yield prefetch, "has_streams", lambda mesh: True
     masking = sys.modules.get("transformers.masking_utils")
     if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
         # It takes a fake tensor for one that is being traced, and then keeps a mask that no real run makes.

@@ -35,9 +35,9 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
     model = make_llama(hidden_size=64, intermediate_size=160, vocab_size=256)
     root = CausalStep(model if train.adapter is None else add_adapter(model, train.adapter))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)) if plan.strategy == "fsdp2" else None
-    layout = parallelize(root, plan, precision=train.precision_row, device=torch.device("cpu"), mesh=mesh)
     tracker = Tracker()
     with allocate_as_cuda():
+        layout = parallelize(root, plan, precision=train.precision_row, device=torch.device("cpu"), mesh=mesh)
         count_step(
             layout,
             tracker,

@@ -1,0 +1,118 @@
+"""Pretrained models without memory: built on the meta device, their weights read by the strategy, shard by shard."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.parallelize.streaming import note_source, source_of
+from lightning_shard.parallelize.weights import StoredTensor, open_folder
+
+log = logging.getLogger(__name__)
+
+
+def from_pretrained(path: str, *, auto_class: Any = None, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """A transformers model on the meta device; the strategy reads its weights straight into their shards.
+
+    Host memory then holds a rank's share, not the model; and no rank reads what it does not keep. Use it in
+    ``configure_model`` or ``__init__``, then :func:`lightning_shard.lora` if wanted. A checkpoint whose tensors are
+    not those of the model (fused experts, another naming) needs transformers' own ``from_pretrained``.
+
+    Args:
+        path: a folder with ``config.json`` and safetensors, or a hub id.
+        auto_class: ``transformers.AutoModelForCausalLM`` unless another is given.
+        dtype: of the weights; the checkpoint's own by default.
+        options: passed on to ``auto_class.from_config``, such as ``attn_implementation``.
+
+    Returns:
+        The model in training mode. What its checkpoint lacks (a new head) is initialised by the model's own rule, seeded by name.
+
+    Raises:
+        ValueError: when there is no such model, its weights are not safetensors, or a shape differs.
+    """
+    import transformers
+
+    folder = _folder(path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        model = (auto_class or transformers.AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return stream_weights(model, folder).train()
+
+
+def stream_weights(module: nn.Module, folder: str | Path) -> nn.Module:
+    """Note for every meta tensor of ``module`` where in ``folder`` its values lie; the strategy reads them.
+
+    Args:
+        module: on the meta device, of any kind; names are those of its state dict.
+        folder: with safetensors files, and an index where there are several.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: when no name matches, or a shape differs.
+    """
+    stored = open_folder(Path(folder))
+    used: set[str] = set()
+    missing: list[str] = []
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        source = _find(stored, name, getattr(module, "base_model_prefix", ""))
+        if source is None:
+            missing.append(name)
+            continue
+        if source.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{name!r} is {tuple(tensor.shape)} in {type(module).__name__} and {source.shape} in {folder}. Build the "
+                "model from the folder's own config, and resize it after training or load it with transformers."
+            )
+        used.add(source.name)
+        if tensor.is_meta:
+            note_source(tensor, source)
+    if not used:
+        raise ValueError(
+            f"No tensor in {folder} has a name of {type(module).__name__}: it has {next(iter(stored))!r} and the like, the "
+            f"module {missing[0]!r}. Load it with transformers' from_pretrained."
+        )
+    _tell(module, folder, missing, sorted(set(stored) - used))
+    return module
+
+
+def _find(stored: dict[str, StoredTensor], name: str, prefix: str) -> StoredTensor | None:
+    """By its name, or as a checkpoint of the inner model alone has it, or one of a model around it."""
+    for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+        if candidate in stored:
+            return stored[candidate]
+    return None
+
+
+def _tell(module: nn.Module, folder: str | Path, missing: list[str], unused: list[str]) -> None:
+    tensors = module.state_dict(keep_vars=True)
+    new = [name for name in missing if tensors[name].is_meta and source_of(tensors[name]) is None]  # a tie has one
+    if new:
+        log.warning("%s lacks %s: initialised anew, so train it.", folder, _some(new))
+    if unused:
+        log.warning("%s also holds %s, which %s does not use.", folder, _some(unused), type(module).__name__)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise ValueError(
+            f"There is no model at {path!r}: no such folder here, and the hub does not give it ({error}). Give a folder "
+            "with a config.json and safetensors, or a hub id such as 'owner/name'."
+        ) from error
