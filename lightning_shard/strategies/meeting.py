@@ -5,7 +5,6 @@ rank writes itself on a roll in the store that the group will use; rank 0 reads 
 """
 
 import atexit
-import json
 import logging
 import os
 import queue
@@ -163,15 +162,15 @@ class _Meeting:
             )
         if fault is None and (note := note_unequal_memory(self._peers)):
             log.warning(note)
-        counted = [peer.uid for peer in self._peers]
-        self._store.set(f"verdict/{call}", json.dumps({"fault": fault, "counted": counted}))
+        for peer in self._peers:
+            self._store.set(f"counted/{call}/{peer.uid}", "")
+        self._store.set(f"verdict/{call}", fault or "")
 
     def _verdict(self, call: str) -> tuple[str, str | None] | None:
         """What was told, where this rank was counted; an earlier run's verdict did not count it."""
-        if not self._store.check([f"verdict/{call}"]):
+        if not self._store.check([f"verdict/{call}", f"counted/{call}/{self._me.uid}"]):
             return None
-        told = json.loads(self._store.get(f"verdict/{call}").decode())
-        return (call, told["fault"]) if self._me.uid in told["counted"] else None
+        return call, self._store.get(f"verdict/{call}").decode() or None
 
     def _leave(self, call: str, *, bad: bool) -> None:
         """Rank 0 keeps the store open until all who answered have heard that they cannot go on."""
