@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "check this machine, and that all ranks answer"),
     "report": ("report", "draw a run that ShardMonitor recorded"),
     "finetune": ("finetune", "fine-tune a causal language model from a recipe"),
+    "export": ("export", "turn a checkpoint into what peft, transformers and Lightning load"),
 }
 """Name to (file, one line of help)."""
 

@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
+from lightning_shard.checkpoint.adapter_folder import gathered
 from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.folders import whole_folder
 
@@ -36,29 +33,3 @@ def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
                     processor.save_pretrained(fresh)
 
     on_all_ranks(write)
-
-
-def gathered(module: nn.Module, *, trained_only: bool, keep: bool) -> dict[str, Tensor]:
-    """A module's whole tensors on the CPU; names that share a tensor still do. Collective where it is sharded.
-
-    Args:
-        module: with all its wrappers' prefixes off its state dict's names.
-        trained_only: leave out parameters that are frozen, and buffers.
-        keep: this rank wants the result; the others take part in the gathering and get nothing.
-    """
-    whole: dict[int, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if trained_only and not value.requires_grad:
-            continue
-        if id(value) not in whole:
-            whole[id(value)] = _whole(value, keep)
-        state[name] = whole[id(value)]
-    return state if keep else {}
-
-
-def _whole(value: Tensor, keep: bool) -> Tensor:
-    value = value.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.cpu() if keep else torch.empty(0)

@@ -123,6 +123,9 @@ class GlobalOrder(DistributedSampler[Any]):
 class LazyLoader(DataLoader[Any]):
     """Starts to read when its first batch is asked for: by then a resumed run knows where it is."""
 
+    keeps_position = True
+    """The strategy need not skip what was trained on."""
+
     @override
     def __iter__(self) -> Any:
         yield from super().__iter__()

@@ -34,6 +34,9 @@ class KeepGlobalBatch(Callback):
             DataLoader with a ``batch_size``.
     """
 
+    keeps_position = True
+    """The strategy leaves the place in the data to this callback."""
+
     def __init__(self, global_batch_size: int) -> None:
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be 1 or more.")

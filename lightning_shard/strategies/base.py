@@ -18,10 +18,12 @@ from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
 from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
+from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.doctor.callback import attach_doctor
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
+from lightning_shard.strategies._compat import take_over_links
 from lightning_shard.strategies.checks import (
     asks_torch_ddp,
     require_known_options,
@@ -55,7 +57,8 @@ class PlanStrategy(PortableStateStrategy):
         timeout: of a collective.
         start_timeout: how long the ranks wait for each other before they name those that are missing.
         doctor: examine the run before it trains and after its first steps (:class:`lightning_shard.doctor.Doctor`).
-        ddp: anything else that Lightning's DDPStrategy or torch's DistributedDataParallel takes.
+        ddp: the fields of :class:`SaveOptions`, and anything else that Lightning's DDPStrategy or torch's
+            DistributedDataParallel takes.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PlanStrategy(PortableStateStrategy):
         doctor: bool = True,
         **ddp: Any,
     ) -> None:
+        save_options = SaveOptions.take_from(ddp)
         require_known_options(type(self).__name__, ddp)
         self._asks_torch_ddp = asks_torch_ddp(ddp)
         ddp.setdefault("gradient_as_bucket_view", True)
@@ -77,6 +81,7 @@ class PlanStrategy(PortableStateStrategy):
         self._weights_only = weights_only
         self._start_timeout = start_timeout
         self._doctor = doctor
+        self._save_options = save_options
         self._mesh: DeviceMesh | None = None
         self._synced_once = False
         """Whether a backward of this fit went through the strategy."""
@@ -172,6 +177,10 @@ class PlanStrategy(PortableStateStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self._layout = self._lay_out(trainer)
+        self._forget_progress()
+        if fitting:
+            self.watch_signals(trainer)
+            take_over_links(trainer, self.link_checkpoint)
         self._mixed_casts_follow_plan()
         if fitting:
             self._setup_training(trainer)

@@ -11,7 +11,7 @@ from helpers.llama import TinyLlama, Training, make_tokens
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard import FSDP2Strategy
+from lightning_shard import FSDP2Strategy, TunedDDPStrategy
 from lightning_shard.testing import run_ranks
 from lightning_shard.testing.parity import QUIET, trained_parameters
 
@@ -20,6 +20,10 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "ddp-2": (2, "tuned-ddp"),
     "fsdp2-2": (2, "fsdp2"),
     "hsdp-2x2": (4, partial(FSDP2Strategy, dp_shard=2)),
+}
+FILES: dict[str, Any] = {
+    "ddp-2": partial(TunedDDPStrategy, checkpoint_format="file"),
+    "fsdp2-2": partial(FSDP2Strategy, checkpoint_format="file"),
 }
 
 
@@ -56,10 +60,9 @@ def test_any_layout_goes_on_from_any_other(before: str, after: str, training: Tr
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-2"])
-def test_lightning_alone_can_read_the_checkpoint(layout: str, tmp_path: Path) -> None:
-    num_ranks, strategy = LAYOUTS[layout]
-    weights, *_ = run_ranks(num_ranks, train, "full", strategy, tmp_path, epochs=1)
+@pytest.mark.parametrize("layout", FILES)
+def test_lightning_alone_can_read_a_checkpoint_that_is_a_file(layout: str, tmp_path: Path) -> None:
+    weights, *_ = run_ranks(2, train, "full", FILES[layout], tmp_path, epochs=1)
     module = TinyLlama.load_from_checkpoint(tmp_path / "epoch=0.ckpt", tied=True, weights_only=True)
     for name, value in trained_parameters(module).items():
         assert torch.equal(value, weights[name]), name

@@ -1,0 +1,195 @@
+"""Faults at random, counted: tries and losses go to ``benchmarks/results/faults.jsonl``."""
+
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_folder_is_whole import contents, damage, files_of
+
+from lightning_shard.checkpoint import atomic
+from lightning_shard.checkpoint.directory import Contents, open_directory, save_directory, to_bytes
+from lightning_shard.checkpoint.errors import CheckpointError
+from lightning_shard.checkpoint.manifest import find_damage, is_checkpoint, locate
+from lightning_shard.testing import RankError, run_ranks
+
+pytestmark = pytest.mark.slow
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults.jsonl"
+SEED = 20261130
+
+
+def record(fault: str, tries: int, losses: int) -> None:
+    """Keep one line per fault."""
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    lines = [line for line in lines if line["fault"] != fault] + [{"fault": fault, "tries": tries, "losses": losses}]
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    lines.sort(key=lambda line: str(line["fault"]))
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def big(step: int) -> Contents:
+    rank = dist.get_rank()
+    tensors = {f"model/{rank}/{i}": torch.full((256, 1024), float(step)) for i in range(4)}
+    return Contents(tensors=tensors, trainer=to_bytes({"step": step}), plan={})
+
+
+def save_until_killed(folder: Path, victim: int, delay_s: float) -> None:
+    save_directory(big(0), folder / "step=0.ckpt")
+    if dist.get_rank() == 0:
+        atomic.link(folder / "step=0.ckpt", folder / "last.ckpt")
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    for step in range(1, 1000):
+        save_directory(big(step), folder / f"step={step % 3}.ckpt")
+        if dist.get_rank() == 0:
+            atomic.link(folder / f"step={step % 3}.ckpt", folder / "last.ckpt")
+
+
+def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
+    draw, losses = random.Random(SEED), 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(RankError):
+            run_ranks(2, save_until_killed, folder, number % 2, draw.uniform(0.01, 0.6))
+        visible = [path for path in folder.iterdir() if path.suffix == ".ckpt"]
+        whole = is_checkpoint(locate(folder / "last.ckpt")) and not any(find_damage(path.resolve()) for path in visible)
+        losses += not whole
+    record("kill -9 of a rank during a save", 20, losses)
+    assert losses == 0
+
+
+def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    for harm, rounds in (("truncate", 1), ("remove", 1), ("flip", 10)):
+        tries = losses = 0
+        for _ in range(rounds):
+            save_directory(contents(), tmp_path / "a.ckpt")
+            for file in files_of(tmp_path / "a.ckpt"):
+                before = file.read_bytes()
+                if harm == "flip":
+                    data = bytearray(before)
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                    file.write_bytes(data)
+                else:
+                    damage(file, harm)
+                tries += 1
+                try:
+                    open_directory(tmp_path / "a.ckpt", weights_only=None)
+                    losses += 1
+                except CheckpointError as error:
+                    losses += file.name not in str(error)
+                file.write_bytes(before)
+        record(f"{harm} of a file, not noticed or not named", tries, losses)
+        assert losses == 0
+
+
+def fill_the_disk(folder: Path, quota_bytes: int) -> list[str]:
+    """What each save said; the second one meets the quota on rank 1 only."""
+    said = []
+    save_directory(big(0), folder / "step=0.ckpt")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (quota_bytes, limits[1]))
+    try:
+        save_directory(big(1), folder / "step=1.ckpt")
+    except CheckpointError as error:
+        said.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    save_directory(big(2), folder / "step=2.ckpt")  # the run goes on
+    return said
+
+
+def test_no_room_on_one_rank_is_told_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
+    for said in run_ranks(2, fill_the_disk, tmp_path, 100_000):
+        (message,) = said
+        assert "rank 1" in message
+        assert "File too large" in message
+        assert "step=0.ckpt" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=0.ckpt", "step=2.ckpt"]
+    record("no room for one rank's part", 1, 0)
+
+
+def test_a_full_file_system_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", os.fsencode(mounted), b"tmpfs", 0, b"size=300k"):
+        pytest.skip("mounting a small file system needs root")
+    try:
+        save_directory(contents(), mounted / "a.ckpt")
+        large = Contents(tensors={"w": torch.zeros(1000, 1000)}, trainer=b"", plan={})
+        with pytest.raises(CheckpointError, match=r"not written.*a\.ckpt"):
+            save_directory(large, mounted / "b.ckpt")
+        open_directory(mounted / "a.ckpt", weights_only=None)
+        assert [path.name for path in mounted.iterdir()] == ["a.ckpt"]
+    finally:
+        libc.umount(os.fsencode(mounted))
+    record("full file system", 1, 0)
+
+
+JOB = """
+    import os, signal, sys, time
+    from datetime import timedelta
+    sys.path.insert(0, {tests!r})
+    from helpers.regression import Regression, make_vectors
+    from lightning.pytorch import Callback, Trainer
+    from lightning_shard import TunedDDPStrategy
+
+    class Fault(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            time.sleep(0.01)
+            if trainer.global_step == 40 and trainer.global_rank == 1:
+                {fault}
+
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=TunedDDPStrategy(timeout=timedelta(seconds=8)), logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, max_steps=100000, callbacks=[Fault()])
+    trainer.fit(Regression(lr=1e-4), make_vectors(0, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise ValueError('bad batch')", "ank 1 failed first: ValueError: bad batch"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "Rank 1 has not answered for"),
+    ],
+    ids=["exception", "silence"],
+)
+def test_who_failed_is_named_and_nobody_is_left(fault: str, told: str, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(JOB).format(fault=fault, tests=str(Path(__file__).parents[1])))
+    started = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    try:
+        output, _ = started.communicate(timeout=120)
+    finally:
+        end_session(started.pid)
+    assert started.returncode != 0
+    assert told in output
+    record(f"a rank that ends in {'an exception' if 'raise' in fault else 'silence'}, not named", 1, 0)
+
+
+def end_session(leader: int) -> None:
+    """A stopped rank is still there."""
+    for _ in range(2):
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
