@@ -100,6 +100,8 @@ class _HostReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        # FSDP adds to a gradient that is there, and calls a user's hooks, as soon as this returns.
-        finish = any(p.grad is not None or p._post_accumulate_grad_hooks for p in self._parameters)
+        # FSDP adds to a gradient that is there, calls a user's hooks, and divides a sum, as soon as this returns.
+        finish = op != dist.ReduceOp.AVG or any(
+            p.grad is not None or p._post_accumulate_grad_hooks for p in self._parameters
+        )
         self._reductions.start(output_tensor, input_tensor, group, op, finish=finish)

@@ -29,6 +29,18 @@ def test_any_depth_keeps_the_numbers(training: Training, prefetch: int) -> None:
         assert_parity(result, one_process(training))
 
 
+@ranks(2)
+def test_what_fsdp_divides_itself_is_in_before_it_does() -> None:
+    """Sums in FP64 are divided after they were reduced: a result on its way would be divided too early."""
+    results = [
+        run_trainer(
+            TinyLlama, make_tokens, strategy=partial(FSDP2Strategy, prefetch=depth), precision="64-true", max_steps=3
+        )
+        for depth in (0, 1)
+    ]
+    assert_parity(results[1], results[0], rtol=1e-12)
+
+
 class GatheredAhead(Callback):
     """The most blocks that were gathered, or being gathered, beside the one at work."""
 
