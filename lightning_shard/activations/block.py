@@ -142,7 +142,8 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
         training_dropout=arch.dropout,
         attention_dropout=arch.attention_dropout,
         seq_len=arch.tokens_per_sample or train.seq_len,
-        eager=train.attention == "eager",
+        # Fused attention has no cap on its scores (Gemma 2): such a model runs eagerly whatever is asked.
+        eager=train.attention == "eager" or bool(arch.attention_softcap),
     )
 
 
@@ -168,7 +169,10 @@ def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, to
     """After and in the last product's backward, and in that of the norms beside the MLP."""
     c, middle, fixed = setting.compute_bytes, _middle_width(arch), _summed_weight(unit, setting.stream_bytes)
     c = setting.stream_bytes if arch.experts else c
-    after = c * (arch.hidden + (2 if arch.gated_mlp else 1) * middle)
+    widths = 2 if arch.gated_mlp else 1
+    if not arch.experts and any(use.rank for use in setting.linears.reading("mlp_mid")):
+        widths = 2  # an adapter's gradient of that input, the layer's, and their sum
+    after = c * (arch.hidden + widths * middle)
     if not arch.experts:  # the product's gradient beside those of its factors; its own kept operand is gone
         after += c * middle - int(_last_operand(arch, setting, tape))
     products = _products(unit, int(after * tokens) + fixed, c * (arch.hidden + middle) * tokens + fixed)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hand_specs import cluster
 
 from lightning_shard.planner import estimate
@@ -118,3 +119,26 @@ def test_traffic(plan: str, kind: str, tmp_path: Path) -> None:
     for row in simulate(folder, train, PLANS[plan]).collectives:
         sent += row.num_bytes * (2 if row.kind == "all_reduce" else 1) * 3 / 4
     assert math.isclose(estimated.comm_bytes, sent, rel_tol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [Plan(dp_replicate=4), Plan(dp_shard=4, activation_checkpoint="full")], ids=["ddp", "full"]
+)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "olmo2", "stablelm"]
+)
+def test_more_families(family: str, kind: str, plan: Plan, tmp_path: Path) -> None:
+    """Without recomputing to 1 %: what a block keeps; with it to 5 %: what its backward makes besides."""
+    sizes = {key: value for key, value in _LLAMA.items() if key not in ("architectures", "model_type")}
+    if family == "gpt2":
+        sizes = {"n_embd": 256, "n_layer": BLOCKS, "n_head": 8, "n_positions": 512, "vocab_size": 2048}
+    if family in ("phi", "gpt_neox"):
+        sizes["num_key_value_heads"] = 8
+    if family.startswith("gemma"):
+        sizes["head_dim"] = 32
+    config = transformers.AutoConfig.for_model(family, **sizes, pad_token_id=0)
+    config.save_pretrained(tmp_path)
+    attention = {"attention": "eager"} if family == "gemma2" else {}  # it has no fused one
+    _agree(tmp_path, _wishes(kind, "bf16-true", **attention), plan, 0.05 if plan.dp_shard > 1 else 0.01)
