@@ -214,6 +214,7 @@ def _quiet() -> None:
     for message in (
         ".*LightningCLI's args parameter.*",
         ".*does not have many workers.*",  # rows lie in memory
+        ".*Total length of `list` across ranks is zero.*",  # there is nothing to validate on
         ".*it is recommended to use `Trainer.devices=1.*",  # our validation is exact on any number of ranks
         ".*is_gradient_checkpointing.*",  # peft and transformers among themselves
         ".*treespec, LeafSpec.*",  # Lightning and torch among themselves

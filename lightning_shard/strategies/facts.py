@@ -128,10 +128,11 @@ def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
         return None, None, None
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        log.warning(
-            "The length of an iterable data set is not known before it is read: planned for single tokens. Give the data "
-            "module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
-        )
+        if _longest(trainer, trainer.lightning_module) is None:
+            log.warning(
+                "The length of an iterable data set is not known before it is read: planned for single tokens. Give the "
+                "data module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
+            )
         return size, None, None
     rows = _collated(loader, size)
     shape = _shape(rows)

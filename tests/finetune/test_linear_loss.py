@@ -26,6 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_shard import FSDP2Strategy
 from lightning_shard.finetune import CausalLM, InstructionData, linear_loss
 from lightning_shard.finetune.linear_loss import LogitRule, follows_rule, head_loss
 from lightning_shard.hardware import GPUS, Cluster, link_between_nodes, link_inside_node
@@ -150,7 +151,9 @@ class Plain(CausalLM):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3)
 
 
-def run(folder: Path, loss: str, lora: AdapterSpec | None, strategy: Any, **options: Any) -> Any:
+def run(
+    folder: Path, loss: str, lora: AdapterSpec | None, strategy: Any, *, same_rows: bool = False, **options: Any
+) -> Any:
     def make() -> CausalLM:
         torch.manual_seed(3)
         return Plain(str(folder / "model"), lora, loss=loss)  # type: ignore[arg-type]
@@ -161,6 +164,7 @@ def run(folder: Path, loss: str, lora: AdapterSpec | None, strategy: Any, **opti
         )
         data.setup("fit")
         items = data.splits["train"].items
+        rank, ranks = (0, 1) if same_rows else (rank, ranks)
         share = 4 // ranks
         batches = [data._collate(items[i + rank * share : i + (rank + 1) * share]) for i in range(0, 12, 4)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
@@ -183,6 +187,22 @@ def test_two_ranks_learn_what_one_learns_from_all_logits(tmp_path: Path, lora: s
         assert one.parameters.keys() == two.parameters.keys()
         for name, value in one.parameters.items():
             torch.testing.assert_close(two.parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["full", "lora"])
+def test_two_ranks_that_split_the_model_learn_the_same(tmp_path: Path, lora: str) -> None:
+    """Under tensor parallelism both ranks see every row, and the head is whole on each."""
+    make_model_folder(tmp_path / "model")
+    write_pairs(tmp_path / "train.jsonl", 12)
+    (one,) = run_ranks(1, run, tmp_path, "full", HEADS[lora], "auto")
+    for two in run_ranks(2, run, tmp_path, "chunked", HEADS[lora], split_in_two, same_rows=True):
+        for name, value in one.parameters.items():
+            torch.testing.assert_close(two.parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def split_in_two() -> FSDP2Strategy:
+    return FSDP2Strategy(Plan(tp=2))
 
 
 VOCABULARY, TOKENS = 4096, 4096
