@@ -17,7 +17,7 @@ from typing_extensions import override
 import lightning_shard  # noqa: F401 - registers the strategies' names
 from lightning_shard.callbacks import ShardMonitor
 from lightning_shard.cli.render import describe, print_decision
-from lightning_shard.finetune.checks import num_devices, prepare, require_checkpoint, require_strategy
+from lightning_shard.finetune.checks import num_devices, prepare, require_adapter, require_checkpoint, require_strategy
 from lightning_shard.finetune.describe import describe_data
 from lightning_shard.finetune.hub import require_model
 from lightning_shard.finetune.limits import require_at_least
@@ -101,6 +101,7 @@ class RecipeCLI(LightningCLI):
         require_at_least(1, **{"cpu_processes": self.config.cpu_processes})
         require_at_least(0, **{"trainer.gradient_clip_val": trainer.gradient_clip_val})
         require_checkpoint(self.config.resume)
+        require_adapter(self.config.model.lora)
         for script in self.config.prepare:
             prepare(script)
         require_model(self.config.model.path)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_shard.specs import AdapterSpec
+
 
 def prepare(script: Path) -> None:
     """Run a recipe's script, which fetches or builds what is not there yet."""
@@ -42,6 +44,15 @@ def require_checkpoint(path: str | None) -> None:
         raise ValueError(
             f"--resume {path!r} does not exist (looked from {Path.cwd()}). Give a checkpoint of an earlier run, or 'last'."
         )
+
+
+def require_adapter(lora: Any) -> None:
+    """Raise ValueError for fields of an adapter that are out of range, in their own words rather than the parser's."""
+    if lora is not None:
+        try:
+            AdapterSpec(**vars(lora))
+        except ValueError as error:
+            raise ValueError(f"model.lora: {error}") from None
 
 
 def num_devices(accelerator: Any, cpu_processes: int) -> int | str:

@@ -166,8 +166,9 @@ BAD_VALUES = [
     ("--model.warmup_steps", "-3", r"model\.warmup_steps=-3 must be 0 or more"),
     ("--model.weight_decay", "-0.1", r"model\.weight_decay=-0\.1 must be 0 or more"),
     ("--model.learning_rate", "-1", r"model\.learning_rate=-1\.0 must be 0 or more"),
-    ("--model.lora.r", "0", r"r=0"),
-    ("--model.lora.alpha", "-1", r"alpha=-1.* must be a number above 0"),
+    ("--model.lora.r", "0", r"finetune: model\.lora: r=0 must be a whole number, 1 or more\.$"),
+    ("--model.lora.dropout", "2", r"finetune: model\.lora: dropout=2\.0 must be at least 0 and below 1\.$"),
+    ("--model.lora.alpha", "-1", r"model\.lora: alpha=-1.* must be a number above 0"),
     ("--model.lora.modules_to_save", '["nothing"]', r"modules_to_save 'nothing' match no layer.*lm_head"),
     ("--model.loss", "liger", r"model\.loss=liger needs a GPU"),
     ("--model.path", "no-json", r"no-json' cannot be loaded"),
@@ -210,7 +211,7 @@ def test_a_bad_value_is_one_message_and_leaves_nothing_behind(
         value = str(tmp_path / value)
     assert main([*recipe, option, value]) == BAD_INPUT
     message = capsys.readouterr().err
-    assert re.search(said, message)
+    assert re.search(said, message, re.MULTILINE)
     assert "Traceback" not in message
     assert list((tmp_path / "here").iterdir()) == []
 
