@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,12 @@ class LinkProfile:
 
 
 def fit_link(name: str, scope: Any, timings: list[tuple[int, int, int, float]], *, source: str) -> Link:
-    """Latency and bandwidth that explain measured collectives best.
+    """Latency and bandwidth that explain measured collectives.
 
     A collective that passes ``k`` times around a ring of ``n`` ranks takes
-    ``k (n-1) latency + k (n-1)/n bytes / bandwidth`` (k is 1 for an all-gather, 2 for an all-reduce): the least
-    squares of relative errors over both unknowns, neither below zero.
+    ``k (n-1) latency + k (n-1)/n bytes / bandwidth`` (k is 1 for an all-gather, 2 for an all-reduce). The bandwidth is
+    what the two largest sizes differ by, which a network that lets short bursts through unhindered does not blur; the
+    latency is what is left of the smallest size. Both are the median over kinds of collective, neither below zero.
 
     Args:
         name: of the link.
@@ -68,16 +70,26 @@ def fit_link(name: str, scope: Any, timings: list[tuple[int, int, int, float]], 
         timings: (k, n, bytes of the whole side, seconds) of each measurement.
         source: where the figures come from.
     """
-    hops = [k * (n - 1) / t for k, n, _, t in timings]
-    volumes = [k * (n - 1) / n * size / t for k, n, size, t in timings]
-    hh, vv = sum(h * h for h in hops), sum(v * v for v in volumes)
-    hv, h1, v1 = sum(h * v for h, v in zip(hops, volumes, strict=True)), sum(hops), sum(volumes)
-    determinant = hh * vv - hv * hv
-    latency_s = (h1 * vv - v1 * hv) / determinant if determinant > 0 else 0.0
-    per_byte_s = (v1 * hh - h1 * hv) / determinant if determinant > 0 else v1 / vv
-    if latency_s < 0 or per_byte_s <= 0:  # noise: put all of the time down to the bytes, which errs on the slow side
-        latency_s, per_byte_s = 0.0, v1 / vv
+    kinds: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for k, n, size, seconds in timings:
+        kinds.setdefault((k, n), []).append((k * (n - 1) / n * size, seconds))
+    per_byte_s = statistics.median(_slope(sorted(rows)) for rows in kinds.values())
+    latencies = []
+    for (k, n), rows in kinds.items():
+        volume, seconds = min(rows)
+        latencies.append((seconds - volume * per_byte_s) / (k * (n - 1)))
+    latency_s = max(0.0, statistics.median(latencies))
     bandwidth = 1.0 / per_byte_s
     return Link(
         name=name, bytes_per_s=bandwidth, peak_bytes_per_s=bandwidth, latency_s=latency_s, scope=scope, source=source
     )
+
+
+def _slope(rows: list[tuple[float, float]]) -> float:
+    """Seconds per byte between the two largest volumes; of the largest alone where noise or a single size leaves no other."""
+    volume, seconds = rows[-1]
+    if len(rows) > 1:
+        before, sooner = rows[-2]
+        if volume > before and seconds > sooner:
+            return (seconds - sooner) / (volume - before)
+    return seconds / volume

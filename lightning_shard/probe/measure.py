@@ -40,7 +40,6 @@ def measure_links(local_size: int, device: torch.device, sizes_bytes: tuple[int,
             continue
         for size in sizes_bytes:
             rows += [_row(scope, name, group, size, device) for name in ("all_gather", "all_reduce")]
-    rows = _slowest(rows)
     source = f"measured by lightning-shard probe on {datetime.date.today().isoformat()}, {dist.get_backend()}"
     links = {scope: _fit(scope, rows, source, local_size) for scope in ("intra", "inter")}
     return LinkProfile(
@@ -72,7 +71,8 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
     whole = torch.zeros(share.numel() * ranks, device=device)
 
     def once() -> float:
-        dist.barrier(group)
+        """Seconds of the slowest rank, when all groups start together and share what there is to share."""
+        dist.barrier()
         start = time.perf_counter()
         if name == "all_gather":
             all_gather_single(whole, share, group=group)
@@ -80,25 +80,15 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
             dist.all_reduce(whole, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        return float(elapsed)
 
     once()
     fewest, most = REPEATS
-    slowest_s = torch.tensor(once(), device=device)
-    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)  # all ranks must repeat as often
-    repeats = min(most, max(fewest, int(BUDGET_S / max(float(slowest_s), 1e-9))))
+    repeats = min(most, max(fewest, int(BUDGET_S / max(once(), 1e-9))))  # as many on all ranks
     seconds = statistics.median(once() for _ in range(repeats))
     return {"scope": scope, "collective": name, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
-
-
-def _slowest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each measurement at its slowest rank's time."""
-    everyone: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, rows)
-    return [
-        {**same[0], "seconds": max(row["seconds"] for row in same)}
-        for same in zip(*(rows for rows in everyone if rows), strict=False)
-    ]
 
 
 def _fit(scope: str, rows: list[dict[str, Any]], source: str, local_size: int) -> Any:
