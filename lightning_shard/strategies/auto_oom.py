@@ -26,9 +26,11 @@ MOST_WAYS = 3
 
 
 def guard(strategy: Any) -> OomLadder | None:
-    """The ladder of a fit; None for manual optimization, whose steps are the user's own."""
+    """The ladder of a fit; None for manual optimization, whose steps are the user's own, and for a sharded module,
+    which cannot be laid out anew.
+    """
     trainer = strategy._root.trainer
-    if not strategy._root.automatic_optimization:
+    if strategy.sharded or not strategy._root.automatic_optimization:
         return None
     return OomLadder(trainer, lambda: take_next(strategy), lambda: explain(strategy), GUARDED_STEPS)
 
@@ -37,8 +39,6 @@ def take_next(strategy: Any) -> str | None:
     """Lay the module out by the next leaner plan, on all ranks; what it is, or None where there is none."""
     decision = strategy._decision
     assert decision is not None
-    if strategy.sharded:
-        return None  # a sharded module cannot be laid out anew
     answer = leaner(strategy, decision) if strategy.is_global_zero else None
     answer = strategy.broadcast(answer)
     if answer is None:

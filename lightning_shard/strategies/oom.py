@@ -118,7 +118,7 @@ class OomLadder:
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """One micro-batch, in place of Lightning's; again under a leaner plan until it goes through."""
-        if self._trainer.global_step - self._first >= self._num_steps:
+        if self._trainer.global_step - self._first >= self._num_steps or self._sharded:
             self.close()
             return self._run(optimizer, batch_idx, kwargs)
         if batch_idx % self._trainer.accumulate_grad_batches == 0 or not self._window.batches:
@@ -153,11 +153,13 @@ class OomLadder:
 
     def _vote(self) -> None:
         self._voted = True
-        if self._flag is not None:
+        if self._flag is not None and not self._sharded:
             self._flag.vote(f"{self._trainer.global_step}/{self._window.batches[-1][0]}")
 
     def _attempt(self, optimizer: Any, *, again: bool) -> tuple[str | None, Any]:
         """(None, result), or why it did not go through: empty where another rank is the reason."""
+        if self._sharded:  # the last rung: from here an error is an error
+            return None, self._step(optimizer, again=again)
         if self._flag is not None:
             self._flag.watch()
         try:
@@ -195,6 +197,10 @@ class OomLadder:
             raise torch.OutOfMemoryError(f"Out of memory on rank {where}, and no plan needs less. {self._explain()}")
         rank_zero_info(f"Out of memory on rank {where}: all ranks do the step again under a leaner plan, {taken}.")
         self._window.restore(self._module, self._device)
+
+    @property
+    def _sharded(self) -> bool:
+        return bool(getattr(self._trainer.strategy, "sharded", False))
 
     @property
     def _module(self) -> LightningModule:

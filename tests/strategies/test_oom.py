@@ -104,6 +104,13 @@ def test_micro_batches_before_it_are_done_again(micro_batch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_oom", ["error", "replan"])
+def test_a_sharded_module_ends_with_the_error_and_no_rank_waits_long(on_oom: str) -> None:
+    with pytest.raises(RankError, match="What would help, cheapest first"):
+        run_ranks(2, fit, "full", None, 1, "after", on_oom=on_oom, pin={"dp_shard": 2})
+
+
+@pytest.mark.slow
 def test_it_climbs_more_than_once() -> None:
     """While the layout is still whole on every rank."""
     pin = {"dp_shard": 1}
