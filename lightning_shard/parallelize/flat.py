@@ -154,7 +154,8 @@ class _Chunk:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         first = parameters[0]
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        # Not zeroed: set-up would touch memory that the first backward's lending zeroes anyway.
+        self.buffer = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self._views: dict[nn.Parameter, Tensor] = {}
         self._lent: set[nn.Parameter] = set()
         """Hold their view, which no backward has written to since the gradients were cleared."""

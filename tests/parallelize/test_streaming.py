@@ -12,14 +12,16 @@ from helpers.llama import EPS, TinyLlama, llama_config, make_tokens
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lightning_shard import AutoShardStrategy, FSDP2Strategy, Plan, from_pretrained, lora, stream_weights
-from lightning_shard.parallelize import weights
+from lightning_shard.parallelize import parallelize, weights
 from lightning_shard.parallelize.materialize import Materializer
 from lightning_shard.parallelize.streaming import find_places, source_of, stream_in
 from lightning_shard.parallelize.weights import open_folder
+from lightning_shard.specs import find_precision
 from lightning_shard.testing import RankError, assert_parity, run_ranks, run_trainer
 
 CPU = torch.device("cpu")
@@ -252,3 +254,32 @@ def test_ranks_that_would_read_other_weights_are_told(tmp_path: Path) -> None:
     LlamaForCausalLM(llama_config(**ODD)).save_pretrained(folders[1])
     with pytest.raises(RankError, match="Rank 1 would read other weights than rank 0"):
         run_ranks(2, each_its_own_files, folders)
+
+
+def resident_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def peak_and_share(folder: str, plan: Plan) -> tuple[int, int, int]:
+    """Bytes that loading added at its fullest, that this rank keeps, and of the largest tensor."""
+    model = from_pretrained(folder, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)) if plan.strategy == "fsdp2" else None
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as peaks:
+        peaks.write("5")  # the high-water mark starts anew
+    before = resident_bytes("VmRSS")
+    parallelize(nn.Sequential(model), plan, precision=find_precision("32-true"), device=CPU, mesh=mesh)
+    peak = resident_bytes("VmHWM") - before
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return peak, sum(p.nbytes for p in parts), max(p.nbytes for p in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's high-water mark")
+@pytest.mark.parametrize("plan", [Plan(dp_shard=2), Plan(dp_replicate=2)], ids=["shards", "replicas"])
+def test_the_host_holds_little_more_than_what_is_kept(plan: Plan, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 4000}
+    LlamaForCausalLM(llama_config(**sizes)).bfloat16().save_pretrained(tmp_path)
+    for peak, share, largest in run_ranks(2, peak_and_share, str(tmp_path), plan):
+        assert share > 60e6
+        assert peak <= 1.25 * share + largest
