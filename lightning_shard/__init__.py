@@ -13,9 +13,10 @@ from lightning_shard._registry import register_strategies
 if TYPE_CHECKING:
     from torch import nn
 
-    from lightning_shard.adapters import lora
+    from lightning_shard.adapters import lora, lora_plus
     from lightning_shard.hardware import Cluster
     from lightning_shard.memory import Estimate
+    from lightning_shard.parallelize.clipping import grad_norm
     from lightning_shard.planner import Decision
     from lightning_shard.plans import Plan
     from lightning_shard.pretrained import from_pretrained, stream_weights
@@ -37,7 +38,9 @@ __all__ = [
     "TunedDDPStrategy",
     "__version__",
     "from_pretrained",
+    "grad_norm",
     "lora",
+    "lora_plus",
     "plan",
     "stream_weights",
 ]
@@ -54,7 +57,9 @@ _ROOMS = {
     "TrainSpec": "specs",
     "TunedDDPStrategy": "strategies",
     "from_pretrained": "pretrained",
+    "grad_norm": "parallelize.clipping",
     "lora": "adapters",
+    "lora_plus": "adapters",
     "stream_weights": "pretrained",
 }
 """Public name to the file it lives in."""

@@ -65,6 +65,38 @@ def lora(
     return wrapped
 
 
+def lora_plus(module: nn.Module, lr: float, *, ratio: float = 16.0, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Parameter groups of LoRA+ for any optimizer: ``B`` learns ``ratio`` times as fast as everything else.
+
+    ``B`` starts at zero and is read through ``A``'s width, so equal rates move it too little (Hayou et al., 2024,
+    "LoRA+"). Vectors (biases, norms, DoRA magnitudes) have no weight decay.
+
+    Args:
+        module: holds the adapters, sharded or not; call it in ``configure_optimizers``.
+        lr: of ``A`` and of whatever else trains.
+        ratio: learning rate of ``B`` over that of ``A``.
+        weight_decay: of matrices.
+
+    Raises:
+        ValueError: when nothing that trains is an adapter's ``B``, or a number is out of range.
+    """
+    if not (lr > 0 and ratio > 0 and weight_decay >= 0):
+        raise ValueError(f"lr={lr} and ratio={ratio} must be above 0, weight_decay={weight_decay} 0 or more.")
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_b = ".lora_B." in f".{name}." or ".lora_embedding_B." in f".{name}."
+            groups.setdefault((is_b, parameter.dim() > 1), []).append(parameter)
+    if not any(is_b for is_b, _ in groups):
+        raise ValueError(
+            f"{type(module).__name__} has no trainable lora_B: add adapters with lightning_shard.lora first."
+        )
+    return [
+        {"params": held, "lr": lr * ratio if is_b else lr, "weight_decay": weight_decay if is_matrix else 0.0}
+        for (is_b, is_matrix), held in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
+
 def require_targets(model: nn.Module, targets: str | list[str] | None, what: str = "target_modules") -> None:
     """Raise ValueError unless every name in ``targets`` matches a layer of ``model``, as peft matches them.
 

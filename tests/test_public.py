@@ -11,7 +11,8 @@ import lightning_shard
 
 PUBLIC = {
     "AdapterSpec", "AutoShardStrategy", "Cluster", "Decision", "Estimate", "FSDP2Strategy", "ModelSpec", "Plan",
-    "TrainSpec", "TunedDDPStrategy", "__version__", "from_pretrained", "lora", "plan", "stream_weights",
+    "TrainSpec", "TunedDDPStrategy", "__version__", "from_pretrained", "grad_norm", "lora", "lora_plus", "plan",
+    "stream_weights",
 }  # fmt: skip
 HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "peft", "numpy")
 NAMES = {"auto-shard": "AutoShardStrategy", "fsdp2": "FSDP2Strategy", "tuned-ddp": "TunedDDPStrategy"}

@@ -6,17 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard._compat import LightningModule, Trainer
 from lightning_shard.doctor.finding import Finding
 from lightning_shard.doctor.machine import check_disk, check_files, check_shared_memory
 from lightning_shard.specs import format_bytes
 
-COPIES_MODULE = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
-"""Callbacks that keep a deep copy of the module, which a sharded one does not allow."""
 REWRITES_WEIGHTS = ("ModelPruning",)
-UNFREEZES = ("BaseFinetuning", "BackboneFinetuning")
 SAVES_ON_ONE_RANK = ("OnExceptionCheckpoint",)
 MASTER_STATE_BYTES = 12
 """FP32 master and Adam's two moments of one trained element."""
@@ -24,25 +20,16 @@ MASTER_STATE_BYTES = 12
 
 def check_callbacks(trainer: Trainer, *, sharded: bool) -> Iterator[Finding]:
     """Callbacks that this layout does not carry."""
-    fixed = sharded or isinstance(trainer.strategy.model, DistributedDataParallel)  # flat buffers are cut anew
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set from another class
         names = {cls.__name__ for cls in type(callback).__mro__}
         name = type(callback).__name__
-        if sharded and names & {*COPIES_MODULE, *REWRITES_WEIGHTS}:
+        if sharded and names & set(REWRITES_WEIGHTS):
             yield Finding(
                 level="error",
                 check="callbacks",
                 what=f"{name} does not work on a sharded module.",
-                why="It copies or rewrites whole weights, and each rank holds a part of them.",
+                why="It rewrites whole weights, and each rank holds a part of them.",
                 fix='Leave it out, or keep whole copies: strategy="tuned-ddp", or AutoShardStrategy(pin={"dp_shard": 1}).',
-            )
-        if trainer.world_size > 1 and fixed and names & set(UNFREEZES):
-            yield Finding(
-                level="error",
-                check="callbacks",
-                what=f"{name} unfreezes layers while training.",
-                why="Under this layout what is reduced is fixed at the start: layers that are unfrozen later would drift apart.",
-                fix="Train in two runs: unfreeze in configure_model of the second, and load the first one's checkpoint.",
             )
         if sharded and names & set(SAVES_ON_ONE_RANK):
             yield Finding(

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallelize.agree import agree_on_start
-from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit
+from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit, places_of, require_castable
 from lightning_shard.parallelize.compiling import compile_blocks
 from lightning_shard.parallelize.flat import FlatGradients
 from lightning_shard.parallelize.materialize import Materializer
+from lightning_shard.parallelize.prefetch import has_streams, prefetch_lists
 from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
 from lightning_shard.parallelize.storage import Storage, store, to_dtype
@@ -56,6 +57,10 @@ class Parallelized:
     sent_bytes: int = 0
     """What had to travel so that all ranks start alike."""
     hooks: list[Any] = field(default_factory=list)
+    ahead: dict[Any, list[FSDPModule]] = field(default_factory=dict)
+    """Which units each unit's forward gathers ahead, beyond what FSDP does by itself."""
+    watch: Any = None
+    """What the strategy has the ranks of a sharded module do alike."""
 
     @property
     def sharded(self) -> bool:
@@ -130,7 +135,7 @@ def parallelize(
     waiting = find_places(module)
     require_same_files(waiting)
     sent_bytes = agree_on_start(module, device)
-    uncovered, replicated = storage.compute_dtypes, None
+    uncovered, replicated = places_of(module, storage.compute_dtypes), None
     if plan.strategy == "fsdp2":
         assert mesh is not None
         tensor_parallel = TensorParallel(module, mesh["tp"]) if plan.tp > 1 else None
@@ -147,7 +152,8 @@ def parallelize(
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
-        uncovered = uncovered_by_policy(whole, storage, precision)
+        if precision.compute_dtype is not None:
+            uncovered = places_of(module, uncovered_by_policy(whole, precision))
     else:
         materializer.materialize(module)
         stream_in(waiting, device)
@@ -155,11 +161,20 @@ def parallelize(
     input_dtype = to_dtype(precision.compute_dtype) if precision.frozen_dtype or replicated else None
     if plan.flat_gradients:
         replicated = FlatGradients(module.parameters(), chunk_bytes=bucket_bytes(module, plan))
+    require_castable(uncovered, module)
     casts, hooks = cast_by_unit(units, uncovered, input_dtype, recomputing_blocks(units, plan))
     checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
     if plan.compile:
         compile_blocks(units)
-    return Parallelized(module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks)
+    ahead = gathered_ahead(units, plan, mesh)
+    return Parallelized(module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks, ahead)
+
+
+def gathered_ahead(units: Units, plan: Plan, mesh: DeviceMesh | None) -> dict[Any, list[FSDPModule]]:
+    """Which units each unit's forward gathers ahead."""
+    if mesh is None:
+        return {}
+    return {unit: ahead for unit, ahead, _ in prefetch_lists(units, plan.prefetch, streams=has_streams(mesh))}
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:
@@ -178,11 +193,10 @@ def bucket_bytes(module: nn.Module, plan: Plan) -> int:
     return tuned_bucket_bytes(trained, plan.world_size)
 
 
-def uncovered_by_policy(whole: set[nn.Parameter], storage: Storage, precision: Precision) -> ComputeTypes:
+def uncovered_by_policy(whole: set[nn.Parameter], precision: Precision) -> ComputeTypes:
     """Which parameters of a sharded module compute in another type than they are stored in, and FSDP does not cast."""
     compute = to_dtype(precision.compute_dtype)
-    if compute is None:
-        return storage.compute_dtypes
+    assert compute is not None
     return {p: compute for p in whole if p.is_floating_point() and p.dtype.itemsize > compute.itemsize}
 
 

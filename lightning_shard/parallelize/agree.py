@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.parallelize.storage import packed_parts
+
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -41,7 +43,8 @@ def _describe(tensor: Tensor) -> str:
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: t for name, t in named.items() if not isinstance(t, DTensor) and not t.is_meta and t.numel()}
+    plain = {name: t for name, t in named.items() if not isinstance(t, DTensor) and not t.is_meta and t.numel()}
+    return {f"{name}{part}": t for name, whole in plain.items() for part, t in packed_parts(whole).items()}
 
 
 def _fingerprint(tensor: Tensor) -> str:

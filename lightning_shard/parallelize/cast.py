@@ -17,17 +17,45 @@ from lightning_shard._compat import is_peft_wrapper
 from lightning_shard.parallelize.units import Units
 
 ComputeTypes = dict[nn.Parameter, torch.dtype]
+Places = dict[tuple[nn.Module, str], torch.dtype]
+"""Module and parameter name -> type to compute in. Sharding exchanges parameters; their places stay."""
+
+
+def places_of(root: nn.Module, compute_dtypes: ComputeTypes) -> Places:
+    """Where below ``root`` the parameters of ``compute_dtypes`` are."""
+    return {
+        (module, name): compute_dtypes[parameter]
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in compute_dtypes
+    }
+
+
+def require_castable(places: Places, root: nn.Module) -> None:
+    """Raise ValueError for a place that an adapter takes over for the time of a forward.
+
+    peft's adapters on bare parameters (``target_parameters``) register themselves as the parameter; a cast beside
+    them would be read by nobody.
+    """
+    for name, module in root.named_modules():
+        parameter, innermost = getattr(module, "parameter_name", None), getattr(module, "get_base_layer", None)
+        if isinstance(parameter, str) and innermost is not None and (innermost(), parameter) in places:
+            raise ValueError(
+                f"{name} adapts the bare parameter {parameter!r}, which this plan keeps whole in FP32 and would have to "
+                "cast for every forward; the two exclude each other. Use precision='bf16-true', load the base in bf16, "
+                "or resident_blocks=0."
+            )
 
 
 class ComputeCast:
     """Casts the masters of some modules for the time of a forward. Nested uses share the outermost cast."""
 
-    def __init__(self, modules: list[nn.Module], compute_dtypes: ComputeTypes) -> None:
+    def __init__(self, modules: list[nn.Module], places: Places) -> None:
         self._places = [
-            (module, name, compute_dtypes[parameter])
+            (module, name, places[module, name])
             for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter in compute_dtypes
+            for name in module._parameters
+            if (module, name) in places
         ]
         self._entered: list[list[tuple[nn.Module, str]]] = []
 
@@ -80,7 +108,7 @@ class ComputeCast:
 
 
 def cast_by_unit(
-    units: Units, compute_dtypes: ComputeTypes, input_dtype: torch.dtype | None, recomputing: Sequence[nn.Module] = ()
+    units: Units, places: Places, input_dtype: torch.dtype | None, recomputing: Sequence[nn.Module] = ()
 ) -> tuple[dict[nn.Module, ComputeCast], list[Any]]:
     """Install casts on every unit, and on each layer outside the units; returns each unit's cast and all hooks.
 
@@ -93,7 +121,7 @@ def cast_by_unit(
     for _, unit in units.all():
         modules = list(unit.modules())
         taken.update(map(id, modules))
-        casts[unit] = ComputeCast(modules, compute_dtypes)
+        casts[unit] = ComputeCast(modules, places)
         # A block that recomputes casts inside what it repeats, so that both passes run the same operations.
         handles += casts[unit].hook(unit, input_dtype, masters=unit not in recomputing)
     rest = [module for module in units.root.modules() if id(module) not in taken]
@@ -103,8 +131,8 @@ def cast_by_unit(
         # A peft layer looks at its adapters' types before it calls them: cast them together.
         parts = list(layer.modules()) if is_peft_wrapper(layer) else [layer]
         taken.update(map(id, parts))
-        handles += ComputeCast(parts, compute_dtypes).hook(layer, input_dtype)
-    root = ComputeCast(rest, compute_dtypes)
+        handles += ComputeCast(parts, places).hook(layer, input_dtype)
+    root = ComputeCast(rest, places)
     casts[units.root] = root
     return casts, handles + root.hook(units.root)
 

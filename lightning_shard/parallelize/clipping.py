@@ -27,6 +27,25 @@ def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None
             local(parameter.grad).clamp_(-clip_value, clip_value)
 
 
+def grad_norm(module: nn.Module, norm_type: float | str = 2.0, group_separator: str = "/") -> dict[str, Tensor]:
+    """Each parameter's gradient norm and the total, as ``lightning.pytorch.utilities.grad_norm`` names them.
+
+    For every layout: norms are those of whole gradients, the same on all ranks. All ranks must call it, after
+    backward and before the step (``on_before_optimizer_step``).
+
+    Raises:
+        ValueError: when ``norm_type`` is not positive.
+    """
+    power = float(norm_type)
+    if power <= 0:
+        raise ValueError(f"norm_type={norm_type!r} must be above 0, or 'inf'.")
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    norms = {f"grad_{power}_norm{group_separator}{name}": total_norm([grad], power) for name, grad in grads.items()}
+    if norms:
+        norms[f"grad_{power}_norm_total"] = total_norm(list(grads.values()), power)
+    return norms
+
+
 def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The p-norm (p may be inf) of all gradients, plain and DTensor, as one plain FP32 scalar."""
     device = local(grads[0]).device if grads else torch.device("cpu")

@@ -90,7 +90,7 @@ class _HostReduceScatter(ReduceScatter):
 
     def __init__(self, reductions: HostReductions, unit: nn.Module) -> None:
         self._reductions = reductions
-        self._parameters = [p for p in unit.parameters() if isinstance(p, DTensor) and p.requires_grad]
+        self._parameters = [p for p in unit.parameters() if isinstance(p, DTensor)]  # some may begin to train later
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
 from lightning_shard.parallelize import prefetch
 from lightning_shard.parallelize.cast import cast_tensors
-from lightning_shard.parallelize.storage import to_dtype
+from lightning_shard.parallelize.storage import is_packed, to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
 from lightning_shard.plans import Plan
 from lightning_shard.specs import Precision
@@ -70,6 +70,7 @@ def shard(
         whole |= kept_whole(unit, plan, resident=name in resident)
         if all(p in whole for p in unit.parameters()):
             continue
+        _require_shardable(unit, whole, name)
         keep = name in resident or name in {head for head, _ in units.heads}
         reshard = False if keep else plan.reshard_after_forward
         fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole, **common)
@@ -79,6 +80,7 @@ def shard(
     before(units.root)
     whole |= kept_whole(units.root, plan, resident="" in resident)
     if not isinstance(units.root, FSDPModule):
+        _require_shardable(units.root, whole, "the root")
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
     fsdp_reduce_unused(units.root)
     streams = prefetch.has_streams(mesh)
@@ -125,6 +127,17 @@ def unshardable(units: Units) -> set[nn.Parameter]:
                 owners.setdefault(parameter, set()).add(-1)
     shared = {parameter for parameter, indices in owners.items() if len(indices) > 1}
     return {p for p in odd | shared if not isinstance(p, DTensor)}
+
+
+def _require_shardable(unit: nn.Module, whole: set[nn.Parameter], name: str) -> None:
+    """Raise ValueError for a quantised weight that its quantiser gives no way to shard."""
+    for key, parameter in unit.named_parameters():
+        if parameter not in whole and is_packed(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{key} in {name} is a {type(parameter).__name__}, which cannot be sharded: it has no "
+                "fsdp_pre_all_gather. Keep the frozen base whole (resident_blocks with all blocks, or "
+                "TunedDDPStrategy), or quantise to a type that shards, such as torchao's NF4."
+            )
 
 
 def kept_whole(unit: nn.Module, plan: Plan, *, resident: bool) -> set[nn.Parameter]:
@@ -189,6 +202,10 @@ def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_metho
     for layer in _root_layers(root):
         layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     fsdp_root_init(root)
+    for module in root.modules():
+        if hasattr(type(module), "_no_split_modules"):
+            # Transformers then runs every layer on every rank (layer drop) and generates until all ranks are done.
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _root_layers(module: nn.Module) -> list[nn.Module]:

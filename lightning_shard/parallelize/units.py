@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import is_peft_wrapper
 from lightning_shard.blocks import find_blocks
@@ -102,6 +103,14 @@ def _num_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def class_name(module: nn.Module) -> str:
+    """The user's name for ``module``'s class; sharding puts a class of its own before it."""
+    cls = type(module)
+    if isinstance(module, FSDPModule) and cls.__name__.startswith("FSDP"):
+        cls = cls.__mro__[2]
+    return cls.__name__
+
+
 def warn_no_blocks(root: nn.Module) -> None:
     """Say that the whole module is one group, and how large that is."""
     total = sum(p.numel() * p.element_size() for p in root.parameters())
@@ -109,6 +118,6 @@ def warn_no_blocks(root: nn.Module) -> None:
         "No repeated blocks were found in %s: all %.1f MiB of parameters form one group, gathered whole in every step, "
         "so sharding saves little. Put the repeated layers in an nn.ModuleList, or set `_no_split_modules` to the "
         "class names of the blocks.",
-        type(root).__name__,
+        class_name(root),
         total / 2**20,
     )

@@ -2,53 +2,57 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
-from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset, fsdp_watch_loss
+from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset
+from lightning_shard._compat_sharded import compare_sharded_in_finetuning
 from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.doctor.callback import attach_doctor
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies._compat import take_over_links
+from lightning_shard.strategies.advice import add_advice
+from lightning_shard.strategies.averaging import follow_layout
 from lightning_shard.strategies.checks import (
     asks_torch_ddp,
     require_known_options,
-    require_manual_backward,
+    require_masters,
+    require_methods,
+    require_names,
     require_optimizers_over_module,
     require_script,
-    require_supported_precision,
     require_trainable,
-    require_used,
 )
 from lightning_shard.strategies.meeting import Place, launcher_hosts_store, meet, open_group
 from lightning_shard.strategies.peers import introduce
-from lightning_shard.strategies.precision import ShardAwarePrecision, translate
-from lightning_shard.strategies.state import PortableStateStrategy
+from lightning_shard.strategies.precision import MasterMixedPrecision, ShardAwarePrecision, translate
+from lightning_shard.strategies.steps import StepStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 START_TIMEOUT = timedelta(minutes=2)
 _LAID_OUT = "_lightning_shard_layout"
 
 
-class PlanStrategy(PortableStateStrategy):
+class PlanStrategy(StepStrategy):
     """Runs any LightningModule under a Plan, replicated or sharded.
 
     A subclass of Lightning's DDPStrategy, so that samplers, compiled modules and other people's
     ``isinstance`` checks treat it as the data-parallel strategy it is. Subclasses say which plan.
+
+    Weights start alike on all ranks; random numbers drawn in training (dropout) differ between ranks with different
+    data, also after ``seed_everything``. A sampler that must draw alike everywhere needs a generator of its own.
 
     Args:
         forward_methods: methods of the LightningModule besides the steps that compute with its own weights.
@@ -77,14 +81,15 @@ class PlanStrategy(PortableStateStrategy):
         ddp.setdefault("gradient_as_bucket_view", True)
         ddp.setdefault("find_unused_parameters", False)
         super().__init__(timeout=timeout, **ddp)
-        self._forward_methods = forward_methods
+        self._forward_methods = require_names(forward_methods)
         self._weights_only = weights_only
         self._start_timeout = start_timeout
         self._doctor = doctor
         self._save_options = save_options
         self._mesh: DeviceMesh | None = None
-        self._synced_once = False
-        """Whether a backward of this fit went through the strategy."""
+        self._watched: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        self._seeded_with: int | None = None
 
     _device_memory: int | None = None
     """Bytes that one process may use, where the user said so."""
@@ -182,6 +187,8 @@ class PlanStrategy(PortableStateStrategy):
             self.watch_signals(trainer)
             take_over_links(trainer, self.link_checkpoint)
         self._mixed_casts_follow_plan()
+        self._watch_ranks()
+        self._randomise_by_rank()
         if fitting:
             self._setup_training(trainer)
             if self._doctor:
@@ -189,6 +196,16 @@ class PlanStrategy(PortableStateStrategy):
         elif self.sharded:
             allocate_outside_inference_mode(self.model)
         self.setup_precision_plugin()
+
+    def _randomise_by_rank(self) -> None:
+        """Ranks with different data draw different numbers (dropout), also where all were seeded alike.
+
+        Rank 0 goes on with what it has. The start does not depend on it: that is seeded by names.
+        """
+        data_rank, seed = self.distributed_sampler_kwargs["rank"], torch.initial_seed()
+        if data_rank and seed != self._seeded_with:
+            self._seeded_with = (seed + data_rank * 0x9E3779B97F4A7C15) % 2**63  # far from its neighbours' seeds
+            torch.manual_seed(self._seeded_with)
 
     def _setup_training(self, trainer: Trainer) -> None:
         assert isinstance(self.model, nn.Module)
@@ -200,25 +217,35 @@ class PlanStrategy(PortableStateStrategy):
         self.setup_optimizers(trainer)
         require_optimizers_over_module(self.optimizers, self._root)
         self._synced_once = False
+        self._watched = list(self._root.parameters())
+        if self._gradients is not None:
+            self._gradients.refresh()
+        self._trained = self._what_trains()
+        if self.sharded:
+            compare_sharded_in_finetuning()
+        follow_layout(getattr(trainer, "callbacks", ()), self._root, self._rest, folders=self._writes_folders)
         if self._model_averaging_period is not None:
             self._enable_model_averaging()
 
     def _lay_out(self, trainer: Trainer) -> Parallelized:
         """Apply the plan to the module, or take over the layout that it already has."""
-        root, precision = self._root, self._shard_precision.meaning
+        root = self._root
         before: Parallelized | None = root.__dict__.get(_LAID_OUT)
         if before is not None and before.sharded and is_sharded(root):
             self._require_same_layout(before)
             return before
+        require_methods(root, self._forward_methods)
         plan = self.choose_plan(trainer)
         plan.require_world_size(self.world_size)
         if plan.flat_gradients and self._needs_torch_ddp():
             plan = dataclasses.replace(plan, torch_ddp=True)
-        require_supported_precision(plan, precision)
+        return self._parallelize(plan, before)
+
+    def _parallelize(self, plan: Plan, before: Parallelized | None) -> Parallelized:
         layout = parallelize(
-            root,
+            self._root,
             plan,
-            precision=precision,
+            precision=self._shard_precision.meaning,
             device=self.root_device,
             mesh=self._make_mesh(plan),
             seed=self.broadcast(torch.initial_seed()),
@@ -232,6 +259,9 @@ class PlanStrategy(PortableStateStrategy):
         """From now on the module is laid out like this."""
         self._layout = self._root.__dict__[_LAID_OUT] = layout
         self._synced_once = False
+        self._watch_ranks()
+        self._watched = list(self._root.parameters())
+        self._trained = self._what_trains()
 
     def _require_same_layout(self, before: Parallelized) -> None:
         wanted = self.fixed_plan()
@@ -257,8 +287,8 @@ class PlanStrategy(PortableStateStrategy):
         return self._mesh
 
     def _mixed_casts_follow_plan(self) -> None:
-        if hasattr(self.precision_plugin, "policy_casts"):
-            self.precision_plugin.policy_casts = self.sharded
+        if isinstance(self.precision_plugin, MasterMixedPrecision):
+            self.precision_plugin.follow(sharded=self.sharded)
 
     @override
     def on_train_start(self) -> None:
@@ -271,78 +301,38 @@ class PlanStrategy(PortableStateStrategy):
         names = unsynced_parameters(self._layout)
         if names:
             raise RuntimeError(
-                f"{len(names)} trainable parameters were added after the module was sharded and no gradient reduction "
-                f"covers them, the first is {names[0]!r}: every rank would train its own. Add layers and adapters in "
-                "__init__ or configure_model."
+                f"{len(names)} trainable parameters were added after the module was sharded, or unfrozen where the plan "
+                f"keeps them whole, and no gradient reduction covers them, the first is {names[0]!r}: every rank would "
+                "train its own. Add layers and adapters in __init__ or configure_model; unfreeze before training, or "
+                "without resident_blocks."
             )
 
-    # --- the step ------------------------------------------------------------------------------------
+    # --- what trains may change between batches (BackboneFinetuning) -----------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_scope():
-            return super().training_step(*args, **kwargs)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        trained = self._what_trains()
+        if trained != self._trained:
+            self._trained = trained
+            self._follow_what_trains()
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_scope():
-            return super().validation_step(*args, **kwargs)
+    def _what_trains(self) -> list[bool]:
+        return [p.requires_grad for p in self._watched]
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_scope():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_scope():
-            return super().predict_step(*args, **kwargs)
-
-    def _step_scope(self) -> Any:
-        return self._layout.root_cast() if self._layout is not None and self._layout.root_cast else nullcontext()
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        if self._layout is not None and self._layout.replicated:
-            self._layout.replicated.before_backward(closure_loss)
-        if isinstance(self.model, FSDPModule) and not self._root.automatic_optimization:
-            fsdp_watch_loss(self.model, closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._synced_once = True
-        ddp = self.model
-        if (
-            isinstance(ddp, DistributedDataParallel)
-            and ddp.require_backward_grad_sync
-            and self._root.automatic_optimization
-        ):
-            require_used(ddp)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if not self._root.automatic_optimization and self.world_size > 1:
-            require_manual_backward(optimizer, seen=self._synced_once)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        if self._layout is not None and (self._layout.sharded or self._layout.replicated):
-            with self._layout.between_micro_batches():
-                yield
-        elif self._must_sync_first():
-            yield
-        else:
-            with super().block_backward_sync():
-                yield
-
-    def _must_sync_first(self) -> bool:
-        # DDP with a static graph learns its buckets in the first backward, which must therefore reduce. The sum is the
-        # same: the mean of this micro-batch joins the gradients that the last one averages.
-        return isinstance(self.model, DistributedDataParallel) and self.model.static_graph and not self._synced_once
+    def _follow_what_trains(self) -> None:
+        """Masters, casts and reductions for what trains now, or an error where that cannot be had in mid-run."""
+        assert self._layout is not None
+        if self._layout.sharded:
+            self._require_synced()
+            if self._gradients is not None:
+                self._gradients.refresh()
+            require_masters(self._root, self._shard_precision.meaning)
+            return
+        self._layout = self._parallelize(self._layout.plan, self._layout)
+        self.model = self._root
+        if self.world_size > 1 and not self.plan.flat_gradients:
+            self.configure_ddp()
 
     # --- the end -------------------------------------------------------------------------------------
 
@@ -350,6 +340,7 @@ class PlanStrategy(PortableStateStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self.model, FSDPModule):
             fsdp_reset(self.model)
+            add_advice(exception)
         if self._layout is not None and self._layout.replicated:
             self._layout.replicated.reset()
         super().on_exception(exception)

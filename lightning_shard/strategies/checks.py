@@ -3,15 +3,15 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard._compat import DDPStrategy
-from lightning_shard.plans import Plan
-from lightning_shard.specs import Precision
+from lightning_shard.parallelize.units import class_name
+from lightning_shard.specs import DTYPE_BYTES, Precision
 
 
 def require_known_options(name: str, options: Mapping[str, object]) -> None:
@@ -32,9 +32,13 @@ def require_known_options(name: str, options: Mapping[str, object]) -> None:
 def asks_torch_ddp(options: Mapping[str, object]) -> bool:
     """Whether ``options`` hold any that only torch's DistributedDataParallel, or a hook into it, carries out."""
     usual = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False}
+    return any(value is not None and value != usual.get(name) for name, value in options.items() if name in _of_ddp())
+
+
+def _of_ddp() -> set[str]:
+    """Options that only torch's DistributedDataParallel, or a hook into it, has a use for."""
     hooks = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
-    only_ddp = hooks.union(inspect.signature(DistributedDataParallel.__init__).parameters)
-    return any(value is not None and value != usual.get(name) for name, value in options.items() if name in only_ddp)
+    return hooks.union(inspect.signature(DistributedDataParallel.__init__).parameters)
 
 
 def require_script(num_ranks: int) -> None:
@@ -47,11 +51,38 @@ def require_script(num_ranks: int) -> None:
         )
 
 
+def require_no_ddp_options(name: str, options: Iterable[str]) -> None:
+    """Raise TypeError for options that only DDP's reducer has a use for."""
+    useless = sorted(_of_ddp() & set(options))
+    if useless:
+        raise TypeError(
+            f"{name} has no use for {', '.join(useless)}: FSDP2 reduces block by block, whatever the blocks use, and has no "
+            "buckets. Leave it out, or use TunedDDPStrategy."
+        )
+
+
+def require_names(methods: object) -> tuple[str, ...]:
+    """``methods`` as a tuple of names. Raises TypeError for anything else, a single string included."""
+    if isinstance(methods, (tuple, list)) and all(isinstance(name, str) for name in methods):
+        return tuple(methods)
+    raise TypeError(f"forward_methods={methods!r} must be a tuple of method names, such as ('encode',).")
+
+
+def require_methods(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise ValueError for a forward method that the module does not have."""
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        raise ValueError(
+            f"forward_methods names {', '.join(missing)}, which {class_name(module)} does not have. Give methods of the "
+            "LightningModule."
+        )
+
+
 def require_trainable(module: nn.Module) -> None:
     """Raise RuntimeError when nothing in ``module`` trains."""
     if not any(p.requires_grad for p in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} has no trainable parameter: there is nothing to fit. Unfreeze a part of it, add "
+            f"{class_name(module)} has no trainable parameter: there is nothing to fit. Unfreeze a part of it, add "
             "adapters (lightning_shard.lora), or use trainer.validate / trainer.predict."
         )
 
@@ -69,9 +100,25 @@ def require_optimizers_over_module(optimizers: Sequence[Optimizer], module: nn.M
         if stale:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters that are not (or no longer) "
-                f"parameters of {type(module).__name__}; the first has shape {tuple(stale[0].shape)}. They were collected "
+                f"parameters of {class_name(module)}; the first has shape {tuple(stale[0].shape)}. They were collected "
                 "before the module was sharded. Build the optimizer from self.parameters() inside configure_optimizers."
             )
+
+
+def require_masters(module: nn.Module, precision: Precision) -> None:
+    """Raise RuntimeError when something that trains is stored in a narrower type than a master copy."""
+    least = DTYPE_BYTES[precision.master_dtype]
+    narrow = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.is_floating_point() and p.element_size() < least
+    ]
+    if narrow:
+        raise RuntimeError(
+            f"{len(narrow)} parameters were unfrozen after they had been sharded in a narrow type, the first is "
+            f"{narrow[0]!r}: small updates to them would be lost to rounding. Start with them trainable (freeze them in "
+            "on_fit_start or later), or use precision='bf16-mixed' with a model loaded in FP32."
+        )
 
 
 def require_used(ddp: DistributedDataParallel) -> None:
@@ -95,13 +142,4 @@ def require_manual_backward(optimizer: Optimizer, *, seen: bool) -> None:
             f"{type(optimizer).__name__}.step() was called on gradients that were not averaged over the ranks: the loss was "
             "sent backward by itself, so every rank would train its own copy. Call self.manual_backward(loss) instead of "
             "loss.backward()."
-        )
-
-
-def require_supported_precision(plan: Plan, precision: Precision) -> None:
-    """Raise ValueError for a precision that a sharded plan cannot run."""
-    if plan.strategy == "fsdp2" and precision.name == "16-mixed":
-        raise ValueError(
-            "precision='16-mixed' needs a gradient scaler whose decision agrees on all shards, which sharded plans do "
-            "not have yet. Use precision='bf16-mixed' or 'bf16-true'."
         )

@@ -134,7 +134,16 @@ def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
                 "data module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...))."
             )
         return size, None, None
-    rows = _collated(loader, size)
+    try:
+        rows = _collated(loader, size)
+    except Exception as error:  # whatever the user's data set raises; the run itself will tell if it matters
+        log.warning(
+            "The first rows of the training data could not be read to plan by (%s: %s): planned for single tokens. Give "
+            "the data module a max_seq_len, or pass AutoShardStrategy(train=TrainSpec(...)).",
+            type(error).__name__,
+            error,
+        )
+        return size, None, None
     shape = _shape(rows)
     return size or (shape[0] if shape else None), shape[1] if shape else None, rows
 

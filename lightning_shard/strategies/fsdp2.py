@@ -1,5 +1,6 @@
 """The sharded end of the dial."""
 
+import inspect
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -7,6 +8,7 @@ from typing_extensions import override
 from lightning_shard._compat import Trainer
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.base import PlanStrategy
+from lightning_shard.strategies.checks import require_no_ddp_options
 
 
 class FSDP2Strategy(PlanStrategy):
@@ -44,6 +46,9 @@ class FSDP2Strategy(PlanStrategy):
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
+        require_no_ddp_options("FSDP2Strategy", lightning)
+        if plan is not None and not isinstance(plan, Plan):
+            raise TypeError(f"plan={plan!r} must be a lightning_shard.Plan, or left out.")
         if dp_shard is not None and dp_shard < 1:
             raise ValueError(f"dp_shard={dp_shard} must be 1 or more: the ranks that share one copy.")
         self._fixed = plan
@@ -59,6 +64,20 @@ class FSDP2Strategy(PlanStrategy):
             "defer_gradient_sync": defer_gradient_sync,
             "prefetch": prefetch,
         }
+        self._require_one_source({**self._fields, "dp_shard": dp_shard, "tp": tp})
+        Plan(
+            dp_shard=dp_shard or _divisible_by(reshard_after_forward), tp=tp, **self._fields
+        )  # wrong values are told now
+
+    def _require_one_source(self, fields: dict[str, Any]) -> None:
+        """Raise TypeError when a plan and single fields of it are given together."""
+        signature = inspect.signature(type(self).__init__).parameters
+        given = [name for name, value in fields.items() if value != signature[name].default]
+        if self._fixed is not None and given:
+            raise TypeError(
+                f"Both a plan and {', '.join(given)} were given: the plan says it all. Give one of the two, or "
+                "dataclasses.replace(plan, ...)."
+            )
 
     @override
     def fixed_plan(self) -> Plan | None:
@@ -85,3 +104,8 @@ class FSDP2Strategy(PlanStrategy):
             return super().wishes()
         fields = {"dp_shard": self._dp_shard, "tp": self._tp, **self._fields}
         return {**super().wishes(), **{name: repr(value) for name, value in fields.items()}}
+
+
+def _divisible_by(reshard: bool | int) -> int:
+    """A number of shards with which ``reshard_after_forward`` is in order, before the real one is known."""
+    return reshard if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard > 0 else 1

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_shard._compat import DDP_SYNCS_BUFFERS, DDPStrategy, LightningModule
+from lightning_shard._compat_sharded import has_compiled_parts
 from lightning_shard.parallelize import Parallelized, bucket_bytes
 from lightning_shard.parallelize.shard import reshard_all
 from lightning_shard.plans import MIB, Plan
@@ -59,7 +60,11 @@ class LaidOutStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # Every rank's start has been compared and mended by now (agree_on_start): DDP need not send it all again.
         self._ddp_kwargs["init_sync"] = False
-        self._ddp_kwargs["bucket_cap_mb"] = bucket_bytes(model, self.plan) / MIB
+        cap_mb = bucket_bytes(model, self.plan) / MIB
+        if has_compiled_parts(model):
+            # The compiler cuts graphs at bucket borders and expects none below DDP's first bucket of 1 MiB.
+            cap_mb = max(cap_mb, 1.0)
+        self._ddp_kwargs["bucket_cap_mb"] = cap_mb
         self._ddp_kwargs["static_graph"] = self.plan.static_graph
         with self._buffers_sent_only_if_saved(model):
             return super()._setup_model(model)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning_shard._compat import Precision as PrecisionPlugin
+from lightning_shard._compat_sharded import AgreeingGradScaler
 from lightning_shard.parallelize.clipping import clip_by_norm, clip_by_value
 from lightning_shard.specs import Precision, find_precision
 
@@ -66,6 +67,12 @@ class MasterMixedPrecision(ShardAwarePrecision, MixedPrecision):
 
     policy_casts: bool = False
     """Under a sharded plan FSDP's policy is the only caster and autocast stays off."""
+
+    def follow(self, *, sharded: bool) -> None:
+        """Leave casting to FSDP's policy under a sharded plan, and have the scaler's decision agree on all ranks."""
+        self.policy_casts = sharded
+        if sharded and self.scaler is not None and not isinstance(self.scaler, AgreeingGradScaler):
+            self.scaler = AgreeingGradScaler.like(self.scaler, self.device)
 
     @override
     @contextmanager

@@ -82,12 +82,7 @@ class SavedHead(HalfLoadedLlama):
         super().__init__(modules_to_save=["lm_head"])
 
 
-HALF_TRAINED_IN_32 = pytest.mark.xfail(
-    reason="under 32-true a sharded layer whose trained weight was loaded in bf16 computes in mixed types", strict=True
-)
-WITH_TWO_TYPES = pytest.mark.parametrize(
-    "precision", [pytest.param("32-true", marks=HALF_TRAINED_IN_32), "bf16-true", "bf16-mixed"]
-)
+WITH_TWO_TYPES = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 @WITH_TWO_TYPES

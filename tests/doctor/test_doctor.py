@@ -215,15 +215,11 @@ def test_f2_adapters_that_do_not_start_from_zero_are_a_warning(strategy: str) ->
     assert "After loading a trained adapter that is as it should be" in findings[0]["why"]
 
 
-@pytest.mark.parametrize("callback", [EMAWeightAveraging, partial(StochasticWeightAveraging, 1e-2)])
-def test_j6_callbacks_that_copy_a_sharded_module_are_refused_at_the_start(callback: Any) -> None:
-    _, error = found(Regression, "fsdp2", callback, max_epochs=2)
-    assert f"{type(callback()).__name__} does not work on a sharded module" in error
-    assert 'strategy="tuned-ddp"' in error
-
-
 def test_callbacks_that_fit_are_left_alone(tmp_path: Path) -> None:
     assert found(Regression, "tuned-ddp", EMAWeightAveraging) == [[], None]
+    for callback in (EMAWeightAveraging, partial(StochasticWeightAveraging, 1e-2)):
+        assert found(Regression, "fsdp2", callback, max_epochs=2) == [[], None]
+    assert found(WithBackbone, "fsdp2", BackboneFinetuning(unfreeze_backbone_at_epoch=1)) == [[], None]
     keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2)
     assert found(Regression, "fsdp2", keep, enable_checkpointing=True) == [[], None]
 
@@ -232,11 +228,6 @@ def test_a_callback_that_saves_on_one_rank_is_a_warning(tmp_path: Path) -> None:
     findings, error = found(Regression, "fsdp2", OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
     assert error is None
     assert "saves when an error is raised" in findings[0]["what"]
-
-
-def test_finetuning_callbacks_are_refused_where_reductions_are_fixed() -> None:
-    _, error = found(WithBackbone, "fsdp2", BackboneFinetuning(unfreeze_backbone_at_epoch=1))
-    assert "BackboneFinetuning unfreezes layers while training" in error
 
 
 class WithBackbone(Regression):

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.llama import TinyLlama, make_llama, make_tokens
 from helpers.regression import Regression, make_vectors
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_shard import AutoShardStrategy, FSDP2Strategy, Plan, lora
-from lightning_shard.specs import find_precision
-from lightning_shard.strategies.checks import require_supported_precision
 from lightning_shard.testing import run_ranks, run_trainer
 
 STRATEGIES = ["tuned-ddp", "fsdp2", "auto-shard"]
@@ -66,9 +65,63 @@ def test_a_precision_without_fp32_masters(strategy: str, tmp_path: Path) -> None
     assert said.startswith("precision='16-true' is not supported. Use one of 32-true")
 
 
-def test_16_mixed_in_shards() -> None:  # on CPU Lightning replaces it before a strategy sees it
-    with pytest.raises(ValueError, match=r"precision='16-mixed' needs a gradient scaler.*Use precision='bf16-mixed'"):
-        require_supported_precision(Plan(dp_shard=2), find_precision("16-mixed"))
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "ddp-only": (partial(FSDP2Strategy, find_unused_parameters=True), "has no use for find_unused_parameters"),
+    "ddp-buckets": (partial(FSDP2Strategy, bucket_cap_mb=3), "has no use for bucket_cap_mb.*use TunedDDPStrategy"),
+    "plan-and-field": (partial(FSDP2Strategy, Plan(dp_shard=2), prefetch=2), "Both a plan and prefetch were given"),
+    "no-plan": (partial(FSDP2Strategy, {"dp_shard": 2}), "must be a lightning_shard.Plan"),
+    "one-string": (partial(FSDP2Strategy, forward_methods="encode"), "must be a tuple of method names"),
+    "reshard": (partial(FSDP2Strategy, reshard_after_forward="yes"), "reshard_after_forward='yes' must be a whole"),
+    "prefetch": (partial(FSDP2Strategy, prefetch=-1), "prefetch=-1 must be a whole number, 0 or more"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_mean_nothing_are_refused_at_once(case: str) -> None:
+    make, wanted = OPTIONS[case]
+    with pytest.raises((TypeError, ValueError), match=wanted):
+        make()
+
+
+def test_a_forward_method_that_is_not_there(tmp_path: Path) -> None:
+    (said,) = messages(tmp_path, strategy=partial(FSDP2Strategy, forward_methods=("encode",)))
+    assert said.startswith("forward_methods names encode, which Regression does not have")
+
+
+class Penalty(Regression):
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.net[0][0].up.weight.pow(2).sum()
+
+
+def test_a_weight_used_outside_its_forward(tmp_path: Path) -> None:
+    (said,) = messages(tmp_path, make=Penalty, strategy="fsdp2")
+    assert "used where it is not gathered" in said
+    assert "forward_methods" in said
+
+
+class Penalised(Regression):
+    def loss(self, batch: Any) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
+        return super().loss(batch) + slope.pow(2).sum()
+
+
+def test_second_derivatives(tmp_path: Path) -> None:
+    (said,) = messages(tmp_path, make=Penalised, strategy="fsdp2")
+    assert "create_graph=True" in said
+    run_ranks(2, run_trainer, Penalised, make_vectors, strategy="tuned-ddp", max_steps=1)
+
+
+class LogsNorms(Regression):
+    def on_before_optimizer_step(self, _: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.norms = grad_norm(self, 2)
+
+
+def test_lightnings_own_gradient_norm(tmp_path: Path) -> None:
+    (said,) = messages(tmp_path, make=LogsNorms, strategy="fsdp2")
+    assert "Use lightning_shard.grad_norm" in said
 
 
 class NoSuchLayer(TinyLlama):
