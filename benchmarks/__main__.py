@@ -7,7 +7,9 @@ python -m benchmarks tables
 
 import argparse
 import shlex
+import signal
 import sys
+from types import FrameType
 
 from benchmarks.options import NAMES, Options, load
 from benchmarks.report import write_tables
@@ -32,10 +34,15 @@ def main(argv: list[str]) -> int:
         only=tuple(arguments.only),
         command=f"python -m benchmarks {shlex.join(argv)}",
     )
+    signal.signal(signal.SIGTERM, _leave)  # so that ranks and namespaces do not outlive a time-out
     for rows in load(arguments.name).run(options):
         if arguments.results or not arguments.smallest:
             save(arguments.name, rows, options, arguments.results or RESULTS)
     return 0
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

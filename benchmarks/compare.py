@@ -18,7 +18,7 @@ def compare(
     names: Sequence[str],
     ranks: int,
     *,
-    warm_up: int = 2,
+    warm_up: int = 3,
     nodes: Sequence[Node] = (Node(),),
     links: list[Any] | None = None,
     probed_bytes: tuple[int, ...] | None = None,
@@ -30,7 +30,7 @@ def compare(
         names: of :func:`benchmarks.engines.engines`. ``local`` stands for a rank that talks to no other: its losses
             are its own.
         ranks: how many.
-        warm_up: first steps that are left out (first gathers, optimizer state). The second one is counted instead:
+        warm_up: first steps that are left out (first gathers, optimizer state). The third one is counted instead:
             what it sends, and what the rank holds when it ends.
         nodes: where the ranks run.
         links: a list that gets the LinkProfile of these ranks, measured before they start.

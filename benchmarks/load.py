@@ -19,7 +19,7 @@ from benchmarks.report import table
 NAIVE = "naive, lightning-ddp"
 WAYS = (NAIVE, "naive, lightning-mp", "accelerate-fsdp2", "ours-ddp", "ours-fsdp2")
 RANKS = 2
-REPEATS = 3
+REPEATS = 2
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16,
     "vocab_size": 32000, "max_position_embeddings": 64,

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from types import FrameType
 
 from benchmarks.launch import Node
 
@@ -29,7 +27,6 @@ def nodes_over(link: str) -> Iterator[tuple[Node, ...]]:
     if link not in RATES:
         raise ValueError(f"--link {link} is not known: loopback, {', '.join(RATES)}.")
     names = [f"bench{os.getpid()}{side}" for side in "ab"]
-    before = signal.signal(signal.SIGTERM, _leave)  # so that a time-out removes them too
     try:
         _join(names, link)
         yield tuple(
@@ -42,7 +39,6 @@ def nodes_over(link: str) -> Iterator[tuple[Node, ...]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # and its end of the link
-        signal.signal(signal.SIGTERM, before)
 
 
 def _join(names: list[str], rate: str) -> None:
@@ -72,7 +68,3 @@ def _run(*command: str) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {run.stderr.strip()}. Limited links need root and iproute2.")
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -30,9 +30,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def _made_by(rows: list[Row]) -> str:
     """Dates, commits and commands behind a benchmark's tables."""
-    runs = sorted({(row["date"], row["commit"], row["command"]) for row in rows})
+    dates: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        dates.setdefault((row["commit"], row["command"]), []).append(row["date"])
     versions = ", ".join(f"{name} {version}" for name, version in rows[-1]["versions"].items())
-    lines = [f"- {date} UTC, commit {commit}: `{command}`" for date, commit, command in runs]
+    lines = [f"- {min(when)} UTC, package at {commit}: `{command}`" for (commit, command), when in dates.items()]
     return "\n".join([f"<sub>{versions}</sub>", "", "<details><summary>Runs</summary>", "", *lines, "", "</details>"])
 
 

@@ -59,9 +59,9 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of this tree, with a plus sign where files differ from it; empty outside a clone."""
+    """The last commit that changed the package, with a plus sign where files differ from it; empty outside a clone."""
     try:
-        commit = _git("rev-parse", "--short", "HEAD")
+        commit = _git("log", "-1", "--format=%h", "--", "lightning_shard")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no", "lightning_shard") else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -67,7 +67,7 @@ class Loader:
                 self.profiler.enable()
             if index == self._work.steps - 1:
                 self.profiler.disable()
-            if index == 1:
+            if index == 2:
                 with count_collectives() as counted:
                     yield batch
                 self.collectives = dict(counted.counts)

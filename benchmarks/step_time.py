@@ -22,8 +22,8 @@ FEW = ("lightning-ddp", "ours-ddp", "lightning-mp", "ours-fsdp2")
 """Where all engines at once would take more memory than this machine has."""
 SHAPES = {"nano": (2, 32), "s": (2, 128), "m": (2, 128), "tiny": (2, 16), "1b": (2, 2048), "3b": (1, 2048)}
 """Rows and tokens of a micro-batch."""
-STEPS = {"nano": 60, "s": 14, "m": 8, "tiny": 4, "1b": 16, "3b": 12}
-WARM_UP = 2
+STEPS = {"nano": 60, "s": 14, "m": 8, "tiny": 5, "1b": 16, "3b": 12}
+WARM_UP = 3
 CASES = tuple(
     f"{size}-{training}-{ranks}" for size in ("nano", "s", "m") for training in ("full", "lora") for ranks in (1, 2, 4)
 )
@@ -118,8 +118,14 @@ def _times(rows: list[Row], case: str, baseline: str, names: list[str]) -> list[
         elif name == baseline:
             cells.append(f"{1e3 * row['step_s']:.1f} ms")
         else:
-            cells.append(f"{row['ratios'][baseline]['ratio']:.2f}")
+            cells.append(show_ratio(row["ratios"][baseline]))
     return cells
+
+
+def show_ratio(found: dict[str, float]) -> str:
+    """The median, and the quarter points around it where they are more than a tenth apart."""
+    low, high = found["ratio_q1"], found["ratio_q3"]
+    return f"{found['ratio']:.2f}" + (f" ({low:.2f}-{high:.2f})" if high - low > 0.1 else "")
 
 
 def _order(case: str) -> tuple[int, str, str]:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.testing import count_collectives
 
-COUNTED_STEP = 1
+COUNTED_STEP = 2
+"""By then optimizer state is there, and checks that run once have run."""
 PATIENCE_S = 300.0
 
 
@@ -46,7 +47,7 @@ class Turn:
         self.measured = Measured()
         self.error: BaseException | None = None
         self.parts: Callable[[], tuple[Any, Any]] | None = None
-        """Gives the model and its optimizer; set by the engine, for what is counted in the second step."""
+        """Gives the model and its optimizer; set by the engine, for what is counted in the third step."""
 
     def __len__(self) -> int:
         return self._length
