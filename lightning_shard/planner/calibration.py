@@ -66,9 +66,12 @@ class Calibration:
         """The cluster as the earlier run found it: its speed scaled, what estimates missed taken off the memory."""
         if self.step_ratio is not None:
             device = cluster.device
-            cluster = dataclasses.replace(
-                cluster, device=dataclasses.replace(device, efficiency=device.efficiency / self.step_ratio)
+            slower = dataclasses.replace(
+                device,
+                efficiency=device.efficiency / self.step_ratio,
+                memory_bytes_per_s=device.memory_bytes_per_s / self.step_ratio,
             )
+            cluster = dataclasses.replace(cluster, device=slower)
         if self.residual_bytes is not None:
             cluster = dataclasses.replace(cluster, device_memory_bytes=cluster.capacity_bytes - self.residual_bytes)
         return cluster

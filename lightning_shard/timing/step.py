@@ -14,6 +14,7 @@ from lightning_shard.memory import Situation
 from lightning_shard.memory.groups import Group
 from lightning_shard.plans import tuned_bucket_bytes
 from lightning_shard.specs import TensorSpec
+from lightning_shard.timing.adapters import BACKWARD, adapter_s
 from lightning_shard.timing.links import Ring, all_reduce_s, collective_s, ring_of
 from lightning_shard.timing.tensor_parallel import tensor_sums
 
@@ -52,7 +53,9 @@ def time_step(s: Situation) -> StepTime:
     forward, backward = compute_flops(s)
     again = forward * _recomputed_share(s)
     speed = s.cluster.device.flops_of(_compute_dtype(s)) * s.cluster.device.efficiency
-    forward_s, backward_s = forward / speed, (backward + again) / speed
+    beside_s = adapter_s(s)
+    forward_s = forward / speed + beside_s
+    backward_s = (backward + again) / speed + (BACKWARD + _recomputed_share(s)) * beside_s
     update_s = (
         UPDATE_BYTES_PER_ELEMENT
         * (s.total("trained_numel") + s.total("flat_numel"))

@@ -1,0 +1,34 @@
+"""Time of adapters beside their layers: products of a small rank are as fast as memory, not as arithmetic."""
+
+from lightning_shard.activations.block import num_tokens
+from lightning_shard.activations.linears import LinearUse, find_linears
+from lightning_shard.memory import Situation
+from lightning_shard.specs import dtype_bytes
+
+BACKWARD = 2
+"""Bytes the backward of an elementwise operation or a product moves against its forward: both operands again."""
+
+
+def adapter_s(s: Situation) -> float:
+    """Seconds of one forward through all adapters: what they read and write over the device's memory bandwidth."""
+    tokens = num_tokens(s.model, s.train)
+    moved = sum(
+        block.group.count * tokens * _bytes_per_token(s, use)
+        for block in s.blocks
+        for use in find_linears(block.group.unit).uses
+        if use.rank
+    )
+    return moved / s.cluster.device.memory_bytes_per_s
+
+
+def _bytes_per_token(s: Situation, use: LinearUse) -> int:
+    """Of the input: its cast to the adapter's own type (read, written), dropout (read, written with a one-byte mask),
+    the first product (read). Of the output: the second product (written), its scale (read, written), the sum with the
+    layer's own (two read, one written), and its cast back.
+    """
+    adapter, c = s.model.adapter, s.compute_bytes
+    wide = adapter is not None and adapter.compute_dtype is not None
+    own = dtype_bytes(adapter.compute_dtype) if adapter is not None and adapter.compute_dtype is not None else c
+    cast = (c + own) if wide and own != c else 0
+    dropout = 2 * own + 1 if adapter is not None and adapter.dropout else 0
+    return use.num_in * (cast + dropout + own) + use.num_out * (own + 2 * own + c + 2 * own + cast)

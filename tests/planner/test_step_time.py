@@ -1,0 +1,47 @@
+"""Terms of the step's time, by hand."""
+
+import dataclasses
+
+import pytest
+from hand_specs import LLAMA_8B, cluster
+
+from lightning_shard.memory.situation import make_situation
+from lightning_shard.plans import Plan
+from lightning_shard.specs import AdapterSpec, TrainSpec
+from lightning_shard.timing import compute_flops, time_step
+from lightning_shard.timing.adapters import adapter_s
+
+ONE = cluster("a100-80", devices=1)
+
+
+def seconds(adapter: AdapterSpec) -> float:
+    return adapter_s(make_situation(LLAMA_8B, TrainSpec(seq_len=1024, adapter=adapter), Plan(), ONE))
+
+
+def test_adapters_are_as_fast_as_memory() -> None:
+    targets = ("q_proj",)
+    plain = AdapterSpec(r=16, target_modules=targets)
+    # bf16: read the input; write the product, read and write its scale, read two and write one for the sum.
+    assert seconds(plain) == pytest.approx(32 * 1024 * 4096 * (2 + 2 + 4 + 6) / 2.039e12)
+    # FP32 with dropout: cast 2 + 4, dropout 4 + 4 + 1, product 4; product 4, scale 8, sum 2 + 4 + 4, cast 4 + 2.
+    wide = dataclasses.replace(plain, compute_dtype="float32", dropout=0.1)
+    assert seconds(wide) == pytest.approx(32 * 1024 * 4096 * (19 + 28) / 2.039e12)
+    assert seconds(dataclasses.replace(plain, r=64)) == seconds(plain)
+
+
+def test_full_training_has_no_such_term() -> None:
+    situation = make_situation(LLAMA_8B, TrainSpec(seq_len=1024), Plan(), ONE)
+    assert adapter_s(situation) == 0.0
+    speed = ONE.device.flops_of("bfloat16") * ONE.device.efficiency
+    assert time_step(situation).compute_s == pytest.approx(sum(compute_flops(situation)) / speed)
+
+
+def test_ranks_that_split_layers_count_the_head_once() -> None:
+    """Each computes the whole head; the model's own FLOPs have it once."""
+    train = TrainSpec(seq_len=1024)
+    one, four = (make_situation(LLAMA_8B, train, Plan(tp=tp), cluster()) for tp in (1, 4))
+    assert 4 * sum(compute_flops(four, own=True)) == pytest.approx(
+        sum(compute_flops(one)), rel=1e-3
+    )  # norms are in blocks
+    head = 6 * 128256 * 4096 * 1024
+    assert 4 * sum(compute_flops(four)) - sum(compute_flops(one)) == pytest.approx(3 * head, rel=0.01)
