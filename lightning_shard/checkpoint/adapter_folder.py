@@ -1,5 +1,6 @@
 """The trained adapter as a PEFT folder beside each checkpoint."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,4 +54,6 @@ def gathered(module: nn.Module, *, trained_only: bool, keep: bool, copy: bool = 
 
 
 def _is_peft_model(module: nn.Module) -> bool:
-    return hasattr(module, "peft_config") and hasattr(module, "base_model") and hasattr(module, "save_pretrained")
+    """Whether it is peft's own wrapper: the tuner and the model inside answer to the same names."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)

@@ -45,7 +45,7 @@ def train_and_save(strategy: Any, path: Path, *, fill: bool = False, tied: bool 
     return {"trained": trained, "gathered": sum(gathered), "numel": sum(v.numel() for v in trained.values())}
 
 
-@pytest.mark.parametrize("save_frozen", [None, True])
+@pytest.mark.parametrize("save_frozen", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_ranks_part_is_in_the_checkpoint_and_the_base_is_neither_saved_nor_gathered(
     save_frozen: bool | None, tmp_path: Path
 ) -> None:
@@ -63,7 +63,7 @@ def test_every_ranks_part_is_in_the_checkpoint_and_the_base_is_neither_saved_nor
         assert size < 3 * 4 * result["numel"] + 400_000  # three tensors per parameter, and torch's own headers
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_the_peft_folder_loads_plainly_with_the_trained_models_logits(layout: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -80,8 +80,13 @@ def test_the_peft_folder_loads_plainly_with_the_trained_models_logits(layout: st
         torch.testing.assert_close(loaded(IDS).logits, module.model.eval()(IDS).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["directory", "file"])
-@pytest.mark.parametrize("after", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("after", "form"),
+    [
+        ("fsdp2", "directory"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("ddp", "directory"), ("ddp", "file"), ("fsdp2", "file"))),
+    ],
+)
 def test_groups_keep_their_own_rates_and_moments_under_another_strategy(after: str, form: Any, tmp_path: Path) -> None:
     made = {"ddp": TunedDDPStrategy, "fsdp2": FSDP2Strategy}
     before = made["fsdp2" if after == "ddp" else "ddp"]

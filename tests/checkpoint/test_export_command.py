@@ -56,8 +56,24 @@ def checkpoint(base: Path, path: Path, adapter: dict[str, Any] | None, dtype: to
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("lora", torch.bfloat16),
+        ("dora", torch.float32),
+        *(
+            pytest.param(method, dtype, marks=pytest.mark.slow)
+            for method, dtype in (
+                ("lora", torch.float32),
+                ("rslora", torch.float32),
+                ("rslora", torch.bfloat16),
+                ("dora", torch.bfloat16),
+                ("modules", torch.float32),
+                ("modules", torch.bfloat16),
+            )
+        ),
+    ],
+)
 def test_merged_is_bit_equal_to_pefts_own(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -72,6 +88,7 @@ def test_merged_is_bit_equal_to_pefts_own(method: str, dtype: torch.dtype, tmp_p
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 def test_merged_in_another_type(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -88,7 +105,7 @@ def test_merged_in_another_type(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_a_model_trained_in_full_is_a_hugging_face_folder(tied: bool, tmp_path: Path) -> None:
     module = checkpoint(base_folder(tmp_path / "base", tied=tied), tmp_path / "x.ckpt", None)
     command = ["export", str(tmp_path / "x.ckpt"), "--to", "full", "--output", str(tmp_path / "out")]
@@ -106,6 +123,7 @@ def test_the_adapter_in_another_type(tmp_path: Path, capsys: pytest.CaptureFixtu
     checkpoint(base_folder(tmp_path / "base"), tmp_path / "x.ckpt", METHODS["lora"])
     capsys.readouterr()
     assert main(["export", str(tmp_path / "x.ckpt"), "--to", "adapter", "--dtype", "bfloat16", "--json"]) == 0
+    assert {path.name for path in (tmp_path / "x.ckpt").iterdir() if path.is_dir()} == {"adapter", "model", "state"}
     answer = json.loads(capsys.readouterr().out)
     assert answer == {"to": "adapter", "output": str(tmp_path / "x-adapter")}
     weights = load_file(tmp_path / "x-adapter" / "adapter_model.safetensors")

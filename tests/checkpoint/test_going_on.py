@@ -17,8 +17,17 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("epoch", [8, 5], ids=["mid-epoch", "epoch-end"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "epoch"),
+    [
+        ("fsdp2-2", 8),  # in the middle of an epoch
+        ("one", 5),  # at its end
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("one", 8), ("ddp-2", 8), ("ddp-2", 5), ("fsdp2-2", 5))
+        ),
+    ],
+)
 def test_bit_equal_in_the_same_layout_with_dropout_and_shuffling(layout: str, epoch: int, tmp_path: Path) -> None:
     num_ranks, strategy = LAYOUTS[layout]
     run = partial(run_ranks, num_ranks, losses_of, strategy, "full", tmp_path, dropout=0.3, shuffle=True, epoch=epoch)
