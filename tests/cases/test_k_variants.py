@@ -43,9 +43,14 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["32-true"])
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "fsdp2")]
+)
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_k1_a_resized_vocabulary_trains_with_its_copy_frozen(layout: str, tied: bool, precision: str) -> None:
     make = partial(Resized, tied=tied)
     options = {"max_steps": 3, "precision": precision}
@@ -90,7 +95,7 @@ def dora(strategy: Any) -> tuple[Any, float, set[tuple[int, ...]]]:
     return result, float((module.first[0] - module.first[1]).abs().max()), shapes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_k2_dora_starts_at_the_base_and_trains_as_on_one_process(layout: str) -> None:
     ((expected, error, shapes),) = run_ranks(1, dora, "auto")
     assert shapes == {(32,)}
@@ -106,7 +111,7 @@ class Plus(TinyLlama):
         return torch.optim.AdamW(lora_plus(self, 1e-3, ratio=8.0), eps=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_lora_plus_learns_b_faster_under_every_layout(layout: str) -> None:
     make = partial(Plus, "lora")
     (expected,) = run_ranks(1, run_trainer, make, make_tokens, max_steps=3)
@@ -155,7 +160,7 @@ class QuantisedBase(TinyLlama):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_k3_packed_bytes_stay_what_they_are(layout: str, precision: str) -> None:
     options = {"max_steps": 3, "precision": precision}
     expected, *_ = run_ranks(2, run_trainer, QuantisedBase, make_tokens, strategy="tuned-ddp", **options)

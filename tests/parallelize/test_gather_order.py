@@ -57,7 +57,9 @@ def told(plan: Plan, block: int, rank: int, batch: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", ["resharded", *(pytest.param(name, marks=pytest.mark.slow) for name in PLANS if name != "resharded")]
+)
 @pytest.mark.parametrize("block", [1, 2], ids=["middle", "last"])
 @pytest.mark.parametrize("batch", [0, 2], ids=["at-once", "later"])
 def test_all_ranks_are_told_of_a_block_that_one_leaves_out(plan: str, block: int, batch: int) -> None:

@@ -31,7 +31,9 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "replicated-trainables": (2, partial(FSDP2Strategy, adapters="replicated")),
     "hsdp": (4, partial(FSDP2Strategy, dp_shard=2)),
 }
-EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "fsdp2")]
+)
 
 
 class Frozen(Regression):
