@@ -103,7 +103,7 @@ class InstructionData(DealtData):
             seed=seed,
         )
         self.tokenizer_path = tokenizer
-        self.sources = _sources(train, train_split, validation, validation_split, subset)
+        self.sources = _sources(train, train_split, validation, validation_split, subset, kept=not streaming)
         self.validation_share = validation_share
         self.columns = columns
         self.limits = {"train": max_train_rows, "validation": max_validation_rows}
@@ -243,12 +243,18 @@ class InstructionData(DealtData):
 
 
 def _sources(
-    train: str, train_split: str, validation: str | None, validation_split: str | None, subset: str | None
+    train: str,
+    train_split: str,
+    validation: str | None,
+    validation_split: str | None,
+    subset: str | None,
+    *,
+    kept: bool,
 ) -> dict[str, Source]:
-    sources = {"train": Source(path=train, split=train_split, subset=subset)}
+    sources = {"train": Source(path=train, split=train_split, subset=subset, kept=kept)}
     if validation is not None or validation_split is not None:
         path = train if validation is None else validation
-        sources["validation"] = Source(path=path, split=validation_split or "train", subset=subset)
+        sources["validation"] = Source(path=path, split=validation_split or "train", subset=subset, kept=kept)
     return sources
 
 

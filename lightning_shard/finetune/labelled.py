@@ -77,8 +77,8 @@ class LabelledText(DealtData):
         require_at_least(1, **{"data.max_seq_len": max_seq_len})
         self.processor_path = tokenizer
         self.sources = {
-            "train": Source(path=train, split=train_split),
-            "validation": Source(path=validation or train, split=validation_split),
+            "train": Source(path=train, split=train_split, kept=True),
+            "validation": Source(path=validation or train, split=validation_split, kept=True),
         }
         self.text_column, self.label_column = text_column, label_column
         self.max_seq_len = max_seq_len

@@ -28,6 +28,9 @@ class Source:
     """Of a data set that has several."""
     subset: str | None = None
     """Configuration of a data set on the hub that has several."""
+    kept: bool = False
+    """Download a data set of the hub once and keep it, for every rank and run, instead of reading it over the network
+    anew."""
 
     def records(self, skip: int = 0) -> Iterator[Record]:
         """Every row after the first ``skip``, never more than a few in memory.
@@ -83,7 +86,8 @@ class Source:
                 return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
             if _was_saved(path):
                 return self._pick(datasets.load_from_disk(str(path)))
-            return self._pick(datasets.load_dataset(self.path, self.subset, streaming=streaming))
+            remote = streaming and not (self.kept and not path.is_dir())
+            return self._pick(datasets.load_dataset(self.path, self.subset, streaming=remote))
         except Exception as error:  # the hub, its file systems and every reader have kinds of their own
             raise self._unreadable(error) from error
 

@@ -100,3 +100,19 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"line 1: has no column 'reply', which `columns` names"):
         read_rows(tmp_path / "data.jsonl", columns={"prompt": "question", "completion": "reply"})
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_hub_is_asked_for_a_split_and_a_subset(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(path: str, subset: str | None, *, streaming: bool) -> datasets.DatasetDict:
+        asked.append((path, subset, streaming))
+        return datasets.DatasetDict(
+            {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = Source(path="owner/name", split="test", subset="english", kept=kept)
+    assert len(read_rows(source)) == 2
+    assert asked == [("owner/name", "english", not kept)]
