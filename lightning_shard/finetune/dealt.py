@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_shard.finetune.fit import recut
 from lightning_shard.finetune.limits import require_at_least
 from lightning_shard.finetune.loss import num_data_ranks
 from lightning_shard.finetune.order import Deal, GlobalOrder, LazyLoader
@@ -128,7 +129,12 @@ class DealtData(LightningDataModule):
             return 0, 0
         loop = self.trainer.fit_loop
         current: Any = loop.epoch_progress.current
-        return current.processed, loop.epoch_loop.batch_progress.current.ready
+        batches = loop.epoch_loop.batch_progress
+        before = self.restored.get("accumulate", 0)
+        if not before:
+            return current.processed, batches.current.ready
+        # A resumed stream is read ahead, before Lightning has gone over to the next epoch and before go_on.
+        return current.processed + batches.is_last_batch, recut(self.trainer, before)
 
     def _ranks(self) -> tuple[int, int]:
         if self.trainer is None:

@@ -33,15 +33,28 @@ def go_on(trainer: Trainer) -> None:
     """
     data: Any = getattr(trainer, "datamodule", None)
     before: int = getattr(data, "restored", {}).get("accumulate", 0)
-    now = trainer.accumulate_grad_batches
-    if not before or before == now:
+    if not before:
         return
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    ready = current.ready
+    ready, here = current.ready, recut(trainer, before)
     for name in ("ready", "started", "processed", "completed"):
         behind = ready - getattr(current, name)  # the batch at whose end the checkpoint was written
-        setattr(current, name, ready // before * now - behind if ready else 0)
+        setattr(current, name, here - behind)
     data.restored = {}
+
+
+def recut(trainer: Trainer, before: int) -> int:
+    """This run's micro-batches for those of the epoch that are done, when ``before`` of them made an optimizer step.
+
+    Steps are whole, except for the last one of an epoch, which may be shorter. At the end of an epoch that has no known
+    length the next one starts: Lightning, which knows no length either, would go on counting.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    steps, rest = divmod(progress.current.ready, before)
+    if not progress.is_last_batch:
+        return steps * trainer.accumulate_grad_batches
+    total = trainer.num_training_batches
+    return 0 if total == float("inf") else int(min((steps + (rest > 0)) * trainer.accumulate_grad_batches, total))
 
 
 def choose_batch(module: "CausalLM") -> None:

@@ -156,12 +156,14 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder: Path, data: dict
         assert losses == pytest.approx(expected[-4:], rel=1e-4)
 
 
-def test_a_resumed_run_may_cut_its_steps_otherwise(folder: Path) -> None:
-    expected, *_ = fit(folder, 1, save_at=8, max_steps=12)
-    options: dict[str, Any] = {"data": {"micro_batch_size": 2}, "resume": folder / "saved" / "at-step=8.ckpt"}
-    losses, *cut = fit(folder, 1, max_steps=12, **options)
+@pytest.mark.parametrize("save_at", [6, 8], ids=["end-of-epoch", "within"])
+@pytest.mark.parametrize("data", [{}, {"streaming": True}], ids=["plain", "streamed"])
+def test_a_resumed_run_may_cut_its_steps_otherwise(folder: Path, data: dict[str, Any], save_at: int) -> None:
+    expected, *_ = fit(folder, 1, data=data, save_at=save_at, max_steps=12)
+    resume = folder / "saved" / f"at-step={save_at}.ckpt"
+    losses, *cut = fit(folder, 1, data={"micro_batch_size": 2, **data}, resume=resume, max_steps=12)
     assert cut == [2, 3]
-    assert losses == pytest.approx(expected[-4:], rel=1e-4)
+    assert losses == pytest.approx(expected[save_at:], rel=1e-4)
 
 
 def test_the_planner_picks_the_micro_batch(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
