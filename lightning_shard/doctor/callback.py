@@ -42,6 +42,7 @@ class Doctor(Callback):
         self._outputs: OutputWatch | None = None
         self._gradients: GradientWatch | None = None
         self._first = 0
+        self._looked = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,7 +54,7 @@ class Doctor(Callback):
         _rest(trainer, pl_module)
         self._report(agree(list(self._before(trainer, pl_module))) + list(check_replicas(pl_module, "at the start")))
         self._first = trainer.global_step
-        self._gradients = GradientWatch()
+        self._gradients, self._looked = GradientWatch(), False
         plan = getattr(trainer.strategy, "plan", None)
         # Hooks inside compiled blocks would be compiled with them.
         self._outputs = None if plan is not None and plan.compile else OutputWatch(pl_module)
@@ -72,7 +73,8 @@ class Doctor(Callback):
         steps = trainer.global_step - self._first
         if self._gradients is None or steps < 1:
             return
-        if self._outputs is not None or steps == 1:
+        if not self._looked:  # once: the micro-batches of the next step come at the same step count
+            self._looked = True
             self._after_first(trainer, pl_module)
         if steps >= ADAPTER_STEPS:
             self._report(list(check_adapter_gradients(*_over_ranks(self._gradients))))
