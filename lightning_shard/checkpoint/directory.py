@@ -14,6 +14,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,8 +168,9 @@ def _finish(fresh: Path, target: Path, stamps: list[dict[str, Stamp]]) -> None:
 def _write_failure(error: Exception, target: Path) -> str:
     """One message for whatever went wrong while writing, with what is left to go on from."""
     last = newest_whole(target.parent) if target.parent.is_dir() else None
+    room = f"Its file system has {shutil.disk_usage(target.parent).free} bytes free. " if target.parent.is_dir() else ""
     kept = f"The newest good checkpoint is {str(last)!r}." if last else "There is no other good checkpoint beside it."
-    return f"The checkpoint {target} was not written, and nothing of it was left behind: {error}. {kept}"
+    return f"The checkpoint {target} was not written, and nothing of it was left behind: {error}. {room}{kept}"
 
 
 def find_directory(path: Path) -> Path | None:

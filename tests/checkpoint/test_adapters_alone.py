@@ -59,8 +59,9 @@ def test_every_ranks_part_is_in_the_checkpoint_and_the_base_is_neither_saved_nor
     if save_frozen is None:
         assert model == set(result["trained"])
         assert result["gathered"] == result["numel"]  # the adapters, once, for the PEFT folder; nothing of the base
-        size = sum(file.stat().st_size for file in (tmp_path / "a.ckpt" / "state").glob("*.distcp"))
-        assert size < 3 * 4 * result["numel"] + 400_000  # three tensors per parameter, and torch's own headers
+        stored = sum(opened.tensors.size(name).numel() for name in opened.tensors.names)
+        steps = len(result["trained"])
+        assert stored == 3 * result["numel"] + steps  # weights and two moments of what trains, and its step counts
 
 
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])

