@@ -133,7 +133,9 @@ def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
             _near(row, "state", row["state_bytes"], first["state_bytes"])
             continue
         if layout == "fsdp2-full":
-            _near(row, "scattered", moved["reduce_scatter"], blocks + rest)
+            whole, scattered = 4 * sum(numel for _, numel in shapes.all), moved["reduce_scatter"]
+            right = whole * (1 - TOLERANCE) <= scattered <= (blocks + rest) * (1 + TOLERANCE)
+            _require(right, row, f"scattered {scattered:,} bytes; theory says {whole:,} to {blocks + rest:,}")
             _near(row, "state", row["state_bytes"], 3 * _held(shapes.all, n))
         else:
             _near(row, "all-reduced", moved["all_reduce"], shapes.adapter_bytes)
