@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
     loader = _first_loader(train_loaders(trainer) if fitting else evaluation_loaders(trainer))
     if loader is None:
         return None, None, None
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    size = _rows_per_batch(loader)
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         if _longest(trainer, trainer.lightning_module) is None:
             log.warning(
@@ -148,10 +149,34 @@ def _batch(trainer: Trainer) -> tuple[int | None, int | None, Any]:
     return size or (shape[0] if shape else None), shape[1] if shape else None, rows
 
 
+def _rows_per_batch(loader: "DataLoader[Any]") -> int | None:
+    """Rows of the loader's batches, without asking its sampler for any: its order may depend on how often it was asked.
+
+    A sampler of the user's own that does not say its ``batch_size`` is taken to use each row once.
+    """
+    sampler: Any = loader.batch_sampler
+    size = loader.batch_size or getattr(sampler, "batch_size", None)
+    if size or sampler is None:
+        return size
+    if isinstance(sampler, Sequence):
+        return max(map(len, sampler), default=None)
+    if not (isinstance(sampler, Sized) and isinstance(loader.dataset, Sized) and len(sampler)):
+        return None
+    size = -(-len(loader.dataset) // len(sampler))
+    log.warning(
+        "%s does not say its batch_size: planned for %d rows per batch, the data set over its number of batches. Give it "
+        "a batch_size, or pass AutoShardStrategy(train=TrainSpec(...)).",
+        type(sampler).__name__,
+        size,
+    )
+    return size
+
+
 def _collated(loader: "DataLoader[Any]", size: int | None) -> Any:
     dataset: Any = loader.dataset
-    if size is None or loader.batch_sampler is None:
+    if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
+    size = size or 1
     return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])
 
 

@@ -210,12 +210,7 @@ def bare_batches(rank: int, world_size: int) -> DataLoader[Tensor]:
     return DataLoader(Numbers(), batch_sampler=BareBatches(rank))
 
 
-NO_BATCH_SIZE = pytest.mark.xfail(
-    reason="the batch to plan for is read wrongly from a batch sampler that has no batch_size", strict=True
-)
-
-
-@pytest.mark.parametrize("strategy", ["tuned-ddp", "fsdp2", pytest.param("auto-shard", marks=NO_BATCH_SIZE)])
+@pytest.mark.parametrize("strategy", ["tuned-ddp", "fsdp2", "auto-shard"])
 @ranks(2)
 def test_d6_the_users_own_batches_are_left_alone(strategy: str) -> None:
     module = Notes()
