@@ -82,6 +82,12 @@ class _Recorder(CommDebugMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: Any) -> None:
         super(CommDebugMode, self).__exit__(*exception)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled: by default the compiler leaves alone whatever runs under a mode."""
+        return True
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):

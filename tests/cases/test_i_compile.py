@@ -1,0 +1,87 @@
+"""Compilation leaves names, numbers and the number of graphs as they should be (cases I1, I3 and I4)."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.llama import TinyLlama, make_tokens
+from helpers.regression import Regression, make_vectors
+from torch import Tensor
+
+from lightning_shard import FSDP2Strategy, Plan
+from lightning_shard.testing import assert_parity, run_ranks, run_trainer
+
+LAYOUTS = {
+    "ddp": Plan(dp_replicate=2, compile=True),
+    "fsdp2": Plan(dp_shard=2, compile=True),
+    "fsdp2-recomputing": Plan(dp_shard=2, compile=True, activation_checkpoint="full"),
+    "fsdp2-selective": Plan(dp_shard=2, compile=True, activation_checkpoint="selective"),
+    "half-resident": Plan(dp_shard=2, compile=True, adapters="replicated", resident_blocks=1),
+}
+
+
+class Names(Regression):
+    def on_train_end(self) -> None:
+        self.seen = [*self.state_dict(), *dict(self.named_parameters())]
+
+
+def names(plan: Plan) -> list[str]:
+    module = Names()
+    before = [*module.state_dict(), *dict(module.named_parameters())]
+    run_trainer(lambda: module, make_vectors, strategy=partial(FSDP2Strategy, plan), max_steps=1)
+    return [name for name in module.seen if name not in before]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_i1_no_prefix_in_any_combination(layout: str) -> None:
+    assert run_ranks(2, names, LAYOUTS[layout], timeout_s=300) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2-selective", "half-resident"])  # test_compiling.py has the others
+def test_i3_lora_recomputation_and_compilation_together(layout: str) -> None:
+    make = partial(TinyLlama, "lora")
+    (expected,) = run_ranks(1, run_trainer, make, make_tokens, max_steps=3)
+    strategy = partial(FSDP2Strategy, LAYOUTS[layout])
+    for result in run_ranks(2, run_trainer, make, make_tokens, strategy=strategy, max_steps=3, timeout_s=500):
+        assert_parity(result, expected, rtol=1e-4)
+
+
+class Lengths(TinyLlama):
+    """A new length in every step."""
+
+    def __init__(self) -> None:
+        super().__init__("lora")
+        self.compiled: list[int] = []
+        self.lengths = iter([5, 9, 17, 33, 64, 48, 21])
+
+    def _build(self) -> None:
+        super()._build()
+        torch._dynamo.reset()  # what an earlier test compiled in this process
+        torch._dynamo.utils.counters.clear()
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        length = next(self.lengths)
+        tokens = torch.arange(length).remainder(60).repeat(len(batch[0]), 1)
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compiled(plan: Plan) -> list[int]:
+    module = Lengths()
+    run_trainer(lambda: module, make_tokens, strategy=partial(FSDP2Strategy, plan), max_steps=7)
+    return module.compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_i4_lengths_are_compiled_for_at_most_twice(layout: str) -> None:
+    for graphs in run_ranks(2, compiled, LAYOUTS[layout], timeout_s=500):
+        assert graphs[0] >= 1
+        assert graphs[-1] <= 2 * graphs[0], "once for the first length, once for all others"
+        assert graphs[1] == graphs[-1], "no compilation after the second step"
