@@ -29,7 +29,8 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("strategy", ["auto-shard", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto-shard", "fsdp2"])
 def test_one_device_works_and_several_are_told_how(strategy: str) -> None:
     code = RUN.format(strategy=strategy)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)

@@ -48,7 +48,9 @@ def train(
 
 @pytest.mark.parametrize("training", ["full", "lora"])
 @pytest.mark.parametrize("after", ["one", "ddp-2", "fsdp2-2"])
-@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize(
+    "before", [pytest.param(name, marks=pytest.mark.slow if "hsdp" in name else ()) for name in LAYOUTS]
+)
 def test_any_layout_goes_on_from_any_other(before: str, after: str, training: Training, tmp_path: Path) -> None:
     (expected,) = run_ranks(1, train, training, "auto", tmp_path / "whole", epochs=2)
     num_ranks, strategy = LAYOUTS[before]
