@@ -181,7 +181,7 @@ def _same_value(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to ``module`` or a part of it, as a wrapper or in place.
+    """Whether ``torch.compile`` was applied to ``module`` or a part of it, as a wrapper, in place, or to a method.
 
     Private because torch has no public question for it; can go when it does.
     """
@@ -189,4 +189,9 @@ def has_compiled_parts(module: nn.Module) -> bool:
     if compiler is None:
         return False
     wrapper = compiler.OptimizedModule
-    return any(isinstance(part, wrapper) or part._compiled_call_impl is not None for part in module.modules())
+
+    def compiled(part: nn.Module) -> bool:
+        methods = (hasattr(value, "_torchdynamo_orig_callable") for value in vars(part).values())
+        return isinstance(part, wrapper) or part._compiled_call_impl is not None or any(methods)
+
+    return any(map(compiled, module.modules()))
