@@ -171,7 +171,7 @@ def test_who_failed_is_named_and_nobody_is_left(tmp_path: Path) -> None:
         env=dict(os.environ, OMP_NUM_THREADS="1"),
     )  # fmt: skip
     try:
-        output, _ = started.communicate(timeout=120)
+        output, _ = started.communicate(timeout=300)
     finally:
         end_session(started.pid)
     assert started.returncode != 0
