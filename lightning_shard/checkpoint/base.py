@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint._compat import shard_offsets
+from lightning_shard._compat.storage import shard_offsets
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.names import base_path, plain_name
-from lightning_shard.checkpoint.together import gather
+from lightning_shard.parallelize.together import gather
 
 ELEMENTS_AT_ONCE = 4 * 2**20
 _MIX, _SHIFT = -7046029254386353131, 29  # an odd number near 2**64 divided by the golden ratio, as a signed one

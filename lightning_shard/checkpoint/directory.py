@@ -29,7 +29,7 @@ from lightning_shard.checkpoint.atomic import commit, partial_path, remove, remo
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.manifest import Stamp, is_checkpoint, newest_whole, require_whole, stamp, write_manifest
 from lightning_shard.checkpoint.storage import StoredTensors, write_synced, write_tensors
-from lightning_shard.checkpoint.together import gather, on_all_ranks, rank_in
+from lightning_shard.parallelize.together import gather, on_all_ranks, rank_in
 
 STATE, TRAINER, PLAN = "state", "trainer.pt", "plan.json"
 

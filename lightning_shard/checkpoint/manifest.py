@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_shard.checkpoint.atomic import find_interrupted
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.storage import require_inside, write_synced
-from lightning_shard.checkpoint.together import gather, rank_in, size_of
+from lightning_shard.parallelize.together import gather, rank_in, size_of
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning-shard checkpoint"

@@ -12,7 +12,7 @@ from lightning_shard.checkpoint.atomic import commit, partial_path, remove, remo
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.module_state import whole
 from lightning_shard.checkpoint.storage import write_synced
-from lightning_shard.checkpoint.together import gather
+from lightning_shard.parallelize.together import gather, rank_in
 
 
 def gather_values(values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -51,13 +51,9 @@ def write_file(data: bytes, target: Path) -> None:
 
 def require_whole_file(file: Path, group: dist.ProcessGroup | None = None) -> None:
     """Raise CheckpointError on all ranks of ``group`` unless the archive is complete and its CRCs hold. Collective."""
-    damage = next(filter(None, gather(_damage(file) if _first(group) else None, group)), None)
+    damage = next(filter(None, gather(_damage(file) if rank_in(group) == 0 else None, group)), None)
     if damage:
         raise CheckpointError(damage)
-
-
-def _first(group: dist.ProcessGroup | None) -> bool:
-    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
 def _damage(file: Path) -> str | None:

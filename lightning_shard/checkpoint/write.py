@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.optimizer_state import split_tensors
 from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.checkpoint.read import MODEL
 from lightning_shard.checkpoint.single_file import write_file
-from lightning_shard.checkpoint.together import on_all_ranks, rank_in, size_of
+from lightning_shard.parallelize.together import on_all_ranks, rank_in, size_of
 
 log = logging.getLogger(__name__)
 

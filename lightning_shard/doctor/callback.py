@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -14,6 +13,7 @@ from lightning_shard.doctor.first_steps import GradientWatch, OutputWatch, check
 from lightning_shard.doctor.replicas import check_replicas
 from lightning_shard.doctor.run import check_callbacks, check_checkpoints, check_loaders, check_memory, check_module
 from lightning_shard.parallelize.shard import reshard_all
+from lightning_shard.parallelize.together import gather, rank_in
 
 ADAPTER_STEPS = 3
 """Steps until every adapter must have had a gradient: A's waits for B, and B for a learning rate above 0."""
@@ -108,7 +108,7 @@ class Doctor(Callback):
         errors = [finding for finding in findings if finding.level == "error"]
         if errors and self.strict:
             raise DoctorError(errors)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank_in() == 0:
             for finding in findings:
                 warnings.warn(str(finding), stacklevel=2)
 
@@ -133,8 +133,4 @@ def _rest(trainer: Trainer, module: LightningModule) -> None:
 
 def _over_ranks(watch: GradientWatch) -> tuple[set[str], set[str]]:
     """Parameters seen and those with a gradient, on any rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return watch.seen, watch.nonzero
-    idle: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(idle, watch.seen - watch.nonzero)
-    return watch.seen, watch.seen - idle[0].intersection(*idle[1:])
+    return watch.seen, watch.seen - set.intersection(*gather(watch.seen - watch.nonzero))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard._compat import default_store
+from lightning_shard._compat.groups import default_store
 from lightning_shard.doctor.finding import Finding
 
 POLL_S = 0.02
@@ -20,27 +20,26 @@ def check_ping(device: torch.device, timeout_s: float = 30.0, key: str = "ping")
 
     Nothing here waits longer than ``timeout_s`` twice, whatever the process group's own time-out is.
     """
-    store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
-    name = f"lightning_shard/{key}"
-    store.set(f"{name}/here/{rank}", f"{socket.gethostname()}, process {os.getpid()}, {device}")
-    silent = _missing(store, f"{name}/here", world, timeout_s)
+    store, rank, world = default_store(f"lightning_shard/{key}"), dist.get_rank(), dist.get_world_size()
+    store.set(f"here/{rank}", f"{socket.gethostname()}, process {os.getpid()}, {device}")
+    silent = _missing(store, "here", world, timeout_s)
     if silent:
         yield _finding(
-            f"Of {world} ranks {_names(store, name, silent)} did not sign in within {timeout_s:g} s.",
+            f"Of {world} ranks {_names(store, silent)} did not sign in within {timeout_s:g} s.",
             "Look at their output: they failed, or were not started.",
         )
         return
     number = torch.ones((), device=device)
     work = dist.all_reduce(number, async_op=True)
     if not _finishes(work, number, timeout_s):
-        slow = _missing(store, f"{name}/done", world, 0.0)
+        slow = _missing(store, "done", world, 0.0)
         yield _finding(
-            f"All ranks are there, but a reduction did not finish within {timeout_s:g} s on {_names(store, name, slow)}.",
+            f"All ranks are there, but a reduction did not finish within {timeout_s:g} s on {_names(store, slow)}.",
             "Name the network interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), open the ports between the nodes, and "
             "run with NCCL_DEBUG=INFO.",
         )
         return
-    store.set(f"{name}/done/{rank}", "")
+    store.set(f"done/{rank}", "")
     if number.item() != world:
         yield _finding(
             f"A reduction over {world} ranks gave {number.item():g}.", "Do not train here: the links return wrong sums."
@@ -73,9 +72,9 @@ def _finishes(work: Any, number: torch.Tensor, timeout_s: float) -> bool:
     return True
 
 
-def _names(store: Any, name: str, ranks: list[int]) -> str:
+def _names(store: Any, ranks: list[int]) -> str:
     known = [
-        f"{rank} ({store.get(f'{name}/here/{rank}').decode()})" if store.check([f"{name}/here/{rank}"]) else str(rank)
+        f"{rank} ({store.get(f'here/{rank}').decode()})" if store.check([f"here/{rank}"]) else str(rank)
         for rank in ranks[:8]
     ]
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

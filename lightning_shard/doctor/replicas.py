@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.doctor.finding import Finding
+from lightning_shard.parallelize.together import gather, size_of
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,16 +21,12 @@ def check_replicas(module: nn.Module, when: str) -> Iterator[Finding]:
 
     One short digest travels per rank; only where digests differ do the single tensors' numbers.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if size_of() == 1:
         return
     prints = fingerprints(module)
-    digests: list[dict[tuple[int, ...], str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(digests, _digests(prints))
-    if _agree(digests):
+    if _agree(gather(_digests(prints))):
         return
-    everyone: list[Prints] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, prints)
-    names = sorted({name for name, _ in _different(everyone)})
+    names = sorted({name for name, _ in _different(gather(prints))})
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     yield Finding(
         level="error",

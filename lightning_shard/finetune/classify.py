@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.finetune.fit import go_on, num_steps
 from lightning_shard.finetune.hub import pretrained, pretrained_model
 from lightning_shard.finetune.limits import require_at_least
 from lightning_shard.finetune.loss import TokenMeanLoss
 from lightning_shard.finetune.model import TRUE_TYPES, add_adapters, decayed_groups
+from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
 
 HEADS = ("classifier", "score")

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.batches import Item, Split, Truncation, collate, make_split
 from lightning_shard.finetune.dealt import DealtData
 from lightning_shard.finetune.encode import IGNORED, Example, encode
@@ -19,6 +18,7 @@ from lightning_shard.finetune.order import Deal
 from lightning_shard.finetune.rows import Message, Row, read_rows, stream_rows
 from lightning_shard.finetune.sources import Source
 from lightning_shard.finetune.stream import Stream
+from lightning_shard.parallelize.together import on_all_ranks
 
 SAMPLES = 8
 """Validation rows of which the text is kept, for sample answers."""

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.adapter_folder import gathered
-from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.folders import whole_folder
+from lightning_shard.parallelize.together import on_all_ranks
 
 
 def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:

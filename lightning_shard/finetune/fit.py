@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
+from lightning_shard.parallelize.together import gather
+
 if TYPE_CHECKING:
     from lightning_shard.finetune.model import CausalLM
     from lightning_shard.hardware import Cluster
@@ -128,18 +130,7 @@ def _cluster(trainer: Trainer) -> "Cluster":
         return strategy.cluster()
     local = trainer.num_devices
     memory = free_device_memory(strategy.root_device, local)
-    smallest = min(int(size) for size in _gathered(memory))
-    return describe_cluster(strategy.root_device, trainer.num_nodes, local, smallest)
-
-
-def _gathered(value: int) -> list[int]:
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values = [0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return describe_cluster(strategy.root_device, trainer.num_nodes, local, min(gather(memory)))
 
 
 def _pin(strategy: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.dealt import DealtData
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.finetune.hub import pretrained
 from lightning_shard.finetune.limits import require_at_least
 from lightning_shard.finetune.sources import Record, Source
+from lightning_shard.parallelize.together import on_all_ranks
 
 Labelled = tuple[Any, int]
 """Tokens of a text, or where an image stands in its table; and the number of its label."""

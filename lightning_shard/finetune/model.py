@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_shard.finetune.agree import on_all_ranks
 from lightning_shard.finetune.batches import Batch
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.finetune.fit import choose_batch, go_on, num_steps
@@ -19,6 +18,7 @@ from lightning_shard.finetune.limits import require_at_least, require_choices
 from lightning_shard.finetune.linear_loss import LogitRule, follows_rule, has_liger, head_loss, require_liger
 from lightning_shard.finetune.loss import TokenMeanLoss
 from lightning_shard.finetune.packing import require_packable
+from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallelize.storage import packed_parts
+from lightning_shard.parallelize.together import gather, size_of
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -21,12 +22,11 @@ def agree_on_start(module: nn.Module, device: torch.device) -> int:
     Raises:
         RuntimeError: on all ranks, when the ranks built modules with different tensors.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if size_of() == 1:
         return 0
     tensors = _plain_tensors(module)
     mine = {name: (_describe(t), _fingerprint(t)) for name, t in tensors.items()}
-    all_ranks: list[dict[str, tuple[str, str]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_ranks, mine)
+    all_ranks = gather(mine)
     _require_same_tensors(all_ranks)
     sent = 0
     for name, tensor in tensors.items():

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard._compat_sharded import fsdp_note_use, fsdp_parameters
+from lightning_shard._compat.sharded import fsdp_note_use, fsdp_parameters
 from lightning_shard.parallelize.order import HostChannel, fingerprint
 
 

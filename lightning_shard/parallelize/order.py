@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import in_backward, outside_modes
+from lightning_shard.parallelize.together import gather
 
 END = -1
 """Stands for the end of a forward in an order of units."""
@@ -41,9 +42,7 @@ class HostChannel:
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._gloo())
-        return values
+        return gather(value, self._gloo())
 
     def _all_reduce(self, values: list[int], operation: Any) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)

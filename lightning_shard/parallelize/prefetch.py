@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_shard._compat import ReduceScatter, at_end_of_backward, fsdp_gather_async, reduce_scatter_single
+from lightning_shard._compat.sharded import has_gradient_hooks
 from lightning_shard.parallelize.units import Units
 
 
@@ -101,7 +102,5 @@ class _HostReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         # FSDP adds to a gradient that is there, calls a user's hooks, and divides a sum, as soon as this returns.
-        finish = op != dist.ReduceOp.AVG or any(
-            p.grad is not None or p._post_accumulate_grad_hooks for p in self._parameters
-        )
+        finish = op != dist.ReduceOp.AVG or any(p.grad is not None or has_gradient_hooks(p) for p in self._parameters)
         self._reductions.start(output_tensor, input_tensor, group, op, finish=finish)

@@ -3,10 +3,10 @@
 import itertools
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.parallelize.together import gather, size_of
 from lightning_shard.parallelize.weights import StoredTensor, fingerprint
 
 _SOURCE = "_lightning_shard_source"
@@ -27,11 +27,10 @@ def source_of(tensor: Tensor) -> StoredTensor | None:
 
 def require_same_files(places: Places) -> None:
     """Raise RuntimeError on all ranks unless they are about to read the same weights."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if size_of() == 1:
         return
     sources = [source for _, _, source in places]
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, fingerprint(sources))
+    everyone = gather(fingerprint(sources))
     odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     if odd:
         folders = ", ".join(sorted({str(source.file.parent) for source in sources})) or "none"

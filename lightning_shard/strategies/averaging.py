@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_shard._compat_sharded import AVERAGING_METHODS, averaged_copy
+from lightning_shard._compat.sharded import AVERAGING_METHODS, averaged_copy
 
 
 def follow_layout(

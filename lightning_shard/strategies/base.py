@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
 from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset
-from lightning_shard._compat_sharded import compare_sharded_in_finetuning
+from lightning_shard._compat.sharded import compare_sharded_in_finetuning
+from lightning_shard._compat.trainer import take_over_links
 from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.doctor.callback import attach_doctor
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
-from lightning_shard.strategies._compat import take_over_links
 from lightning_shard.strategies.advice import add_advice
 from lightning_shard.strategies.averaging import follow_layout
 from lightning_shard.strategies.checks import (

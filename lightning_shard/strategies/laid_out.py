@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_shard._compat import DDP_SYNCS_BUFFERS, DDPStrategy, LightningModule
-from lightning_shard._compat_sharded import has_compiled_parts
+from lightning_shard._compat.sharded import has_compiled_parts
 from lightning_shard.parallelize import Parallelized, bucket_bytes
 from lightning_shard.parallelize.shard import reshard_all
 from lightning_shard.plans import MIB, Plan

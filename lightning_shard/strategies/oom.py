@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lightning_shard._compat import (
     LightningModule,
     Trainer,
-    abort_process_groups,
-    default_store,
     rank_zero_info,
     run_micro_batch,
 )
+from lightning_shard._compat.groups import abort_process_groups, default_store
 from lightning_shard.doctor.replicas import Prints, fingerprints
+from lightning_shard.parallelize.together import gather
 from lightning_shard.strategies.meeting import open_group
 
 POLL_S = 0.02
@@ -216,7 +216,7 @@ class OomFlag:
 
     def __init__(self, strategy: Any, fit: int) -> None:
         self._strategy = strategy
-        self._store = PrefixStore(f"lightning_shard/oom/{fit}", default_store())
+        self._store = default_store(f"lightning_shard/oom/{fit}")
         self._level = 0
         self._watcher: threading.Thread | None = None
         self._stop = threading.Event()
@@ -267,9 +267,7 @@ class OomFlag:
         store = PrefixStore(f"{self._level}/group", self._store)
         backend = strategy._get_process_group_backend()
         open_group(store, strategy.global_rank, world, backend, strategy.root_device, strategy._timeout)
-        everyone: list[dict[str, Any]] = [{} for _ in range(world)]
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        return gather(mine)
 
     def _wait_for(self, key: str, count: int) -> None:
         for _ in range(int(LEAVE_S / POLL_S)):

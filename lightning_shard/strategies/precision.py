@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning_shard._compat import Precision as PrecisionPlugin
-from lightning_shard._compat_sharded import AgreeingGradScaler
+from lightning_shard._compat.sharded import AgreeingGradScaler
 from lightning_shard.parallelize.clipping import clip_by_norm, clip_by_value
 from lightning_shard.specs import Precision, find_precision
 

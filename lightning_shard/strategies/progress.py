@@ -8,7 +8,7 @@ from typing_extensions import override
 from lightning_shard._compat import DDPStrategy, TrainerFn
 from lightning_shard.checkpoint.position import Position, make_resumable
 from lightning_shard.checkpoint.random_state import random_state, set_random_state, state_for_rank
-from lightning_shard.checkpoint.together import gather
+from lightning_shard.parallelize.together import gather
 
 
 class ProgressStrategy(DDPStrategy):

@@ -19,8 +19,8 @@ from lightning_shard.checkpoint.optimizer_state import join_tensors, load_named_
 from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.checkpoint.read import read_module_values
 from lightning_shard.checkpoint.single_file import gather_optimizer_state, gather_values, require_whole_file
-from lightning_shard.checkpoint.together import on_all_ranks
 from lightning_shard.checkpoint.write import KEY, Saver
+from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.strategies.laid_out import LaidOutStrategy
 from lightning_shard.strategies.progress import ProgressStrategy
 from lightning_shard.strategies.stops import StoppableStrategy

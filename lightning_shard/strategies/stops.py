@@ -10,9 +10,9 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_shard._compat import DDPStrategy, Trainer, TrainerFn
-from lightning_shard.strategies._compat import (
+from lightning_shard._compat.groups import default_store
+from lightning_shard._compat.trainer import (
     SIGTERMException,
-    default_store,
     hand_back_loop,
     model_checkpoints,
     saves_on_exception,

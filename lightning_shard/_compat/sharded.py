@@ -1,4 +1,4 @@
-"""Private names of torch and Lightning that sharded parameters and their gradients need, with reasons, as in ``_compat``."""
+"""Private names of torch and Lightning that sharded parameters and their gradients need, with reasons."""
 
 import functools
 import importlib
@@ -30,6 +30,7 @@ __all__ = [
     "compare_sharded_in_finetuning",
     "fsdp_note_use",
     "fsdp_parameters",
+    "has_gradient_hooks",
     "has_compiled_parts",
 ]
 
@@ -178,6 +179,11 @@ def _same_value(first: torch.Tensor, second: torch.Tensor) -> bool:
         return first is second
     whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (first, second)]
     return torch.equal(*whole)
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody is to be called with a parameter's finished gradient. Can go when torch tells."""
+    return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

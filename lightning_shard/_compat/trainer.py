@@ -1,14 +1,9 @@
-"""Private names of Lightning's Trainer that stopping and saving touch, as ``lightning_shard._compat`` holds the rest.
-
-Each carries the reason it is needed and when it can go.
-"""
+"""Private names of Lightning's Trainer that stopping and saving touch."""
 
 import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from lightning_shard._compat import NAMESPACE, Trainer
 
@@ -19,7 +14,6 @@ else:
 
 __all__ = [
     "SIGTERMException",
-    "default_store",
     "hand_back_loop",
     "model_checkpoints",
     "saves_on_exception",
@@ -27,14 +21,6 @@ __all__ = [
     "take_over_loop",
     "take_over_signals",
 ]
-
-
-def default_store(prefix: str) -> Any:
-    """The key-value store of the process group, with keys below ``prefix``.
-
-    It is the one channel between ranks that needs no rank to be at a certain place; can go when torch hands it out.
-    """
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
 
 def take_over_signals(trainer: "Trainer", *, terminate: Any, requeue: Any) -> Any:

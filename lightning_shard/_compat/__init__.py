@@ -1,4 +1,4 @@
-"""Every private torch or Lightning name, and the choice of the Lightning namespace.
+"""Every private torch or Lightning name, here and in the files beside, and the choice of the Lightning namespace.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate packages with separate classes. A process
 uses one of them: the one that is imported, ``lightning.pytorch`` where both or neither are.
@@ -34,12 +34,10 @@ __all__ = [
     "ReduceScatter",
     "Trainer",
     "TrainerFn",
-    "abort_process_groups",
     "all_gather_single",
     "at_end_of_backward",
     "compile_whole_blocks",
     "ddp_reduced",
-    "default_store",
     "evaluation_loaders",
     "fake_process_group",
     "fake_tensor_mode",
@@ -139,14 +137,6 @@ def compile_whole_blocks() -> None:
     torch._dynamo.config.optimize_ddp = False  # type: ignore[attr-defined]
 
 
-def abort_process_groups() -> None:
-    """End what this process waits for in collectives, and every process group with it.
-
-    The public ``destroy_process_group`` waits for them instead. Can go when torch makes its own abort public.
-    """
-    dist.distributed_c10d._abort_process_group()
-
-
 def run_micro_batch(trainer: "Trainer", optimizer: Any, batch_idx: int, kwargs: Any) -> None:
     """Forward and backward of a micro-batch that no optimizer step follows, as Lightning's loop does it.
 
@@ -156,11 +146,6 @@ def run_micro_batch(trainer: "Trainer", optimizer: Any, batch_idx: int, kwargs: 
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     with trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]  # of parallel strategies
         loop._make_closure(kwargs, optimizer, batch_idx)()
-
-
-def default_store() -> Any:
-    """The store where the ranks of the default group met. Private until torch hands it out."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def ddp_reduced(ddp: DistributedDataParallel) -> list[nn.Parameter]:
