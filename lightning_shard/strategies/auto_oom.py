@@ -7,10 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_shard.memory import Estimate
-from lightning_shard.parallelize import parallelize
 from lightning_shard.planner import Decision, choose
 from lightning_shard.planner.advice import what_helps
 from lightning_shard.plans import Plan
@@ -116,21 +113,6 @@ def _ways_out(strategy: Any, decision: Decision) -> Iterator[str]:
 
 def _lay_out(strategy: Any, plan: Plan) -> None:
     """The module in its new layout, under the optimizers that are there."""
-    root, before = strategy._root, strategy._layout
-    assert before is not None
-    with follow_parameters(root, strategy.optimizers):
-        strategy.model = root
-        layout = parallelize(
-            root,
-            plan,
-            precision=strategy._shard_precision.meaning,
-            device=strategy.root_device,
-            mesh=strategy._make_mesh(plan),
-            seed=0,  # everything has its values
-            before=before,
-            forward_methods=strategy._forward_methods,
-        )
-        strategy.take_layout(layout)
-        if not strategy.sharded and dist.is_initialized() and not plan.flat_gradients:
-            strategy.configure_ddp()
+    with follow_parameters(strategy._root, strategy.optimizers):
+        strategy.lay_out_anew(plan)
     strategy._mixed_casts_follow_plan()

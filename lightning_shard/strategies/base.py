@@ -181,13 +181,12 @@ class PlanStrategy(StepStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self._layout = self._lay_out(trainer)
+        self.take_layout(self._lay_out(trainer))
         self._forget_progress()
         if fitting:
             self.watch_signals(trainer)
             take_over_links(trainer, self.link_checkpoint)
         self._mixed_casts_follow_plan()
-        self._watch_ranks()
         self._randomise_by_rank()
         if fitting:
             self._setup_training(trainer)
@@ -211,16 +210,13 @@ class PlanStrategy(StepStrategy):
         assert isinstance(self.model, nn.Module)
         require_trainable(self.model)
         self._rest()
-        if not self.sharded and self.world_size > 1 and not self.plan.flat_gradients:
-            self.configure_ddp()
+        self._wrap_replicas()
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         require_optimizers_over_module(self.optimizers, self._root)
-        self._synced_once = False
-        self._watched = list(self._root.parameters())
+        self._note_what_trains()
         if self._gradients is not None:
             self._gradients.refresh()
-        self._trained = self._what_trains()
         if self.sharded:
             compare_sharded_in_finetuning()
         follow_layout(getattr(trainer, "callbacks", ()), self._root, self._rest, folders=self._writes_folders)
@@ -242,7 +238,7 @@ class PlanStrategy(StepStrategy):
         return self._parallelize(plan, before)
 
     def _parallelize(self, plan: Plan, before: Parallelized | None) -> Parallelized:
-        layout = parallelize(
+        return parallelize(
             self._root,
             plan,
             precision=self._shard_precision.meaning,
@@ -252,14 +248,27 @@ class PlanStrategy(StepStrategy):
             before=before,
             forward_methods=self._forward_methods,
         )
+
+    def lay_out_anew(self, plan: Plan) -> None:
+        """Lay the module out by ``plan`` in mid-run, from the layout it has."""
+        layout = self._parallelize(plan, self._layout)
+        self.model = self._root
         self.take_layout(layout)
-        return layout
+        self._note_what_trains()
+        self._wrap_replicas()
+
+    def _wrap_replicas(self) -> None:
+        """Put a replicated module into torch's DDP where the engine's flat gradients do not serve it."""
+        if not self.sharded and self.world_size > 1 and not self.plan.flat_gradients:
+            self.configure_ddp()
 
     def take_layout(self, layout: Parallelized) -> None:
         """From now on the module is laid out like this."""
         self._layout = self._root.__dict__[_LAID_OUT] = layout
         self._synced_once = False
         self._watch_ranks()
+
+    def _note_what_trains(self) -> None:
         self._watched = list(self._root.parameters())
         self._trained = self._what_trains()
 
@@ -329,10 +338,7 @@ class PlanStrategy(StepStrategy):
                 self._gradients.refresh()
             require_masters(self._root, self._shard_precision.meaning)
             return
-        self._layout = self._parallelize(self._layout.plan, self._layout)
-        self.model = self._root
-        if self.world_size > 1 and not self.plan.flat_gradients:
-            self.configure_ddp()
+        self.lay_out_anew(self._layout.plan)
 
     # --- the end -------------------------------------------------------------------------------------
 

@@ -117,6 +117,10 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
             self._group = dist.new_group(backend="gloo")
         return self._group
 
+    def forget_groups(self) -> None:
+        """The process groups of before are gone: make the writers' anew when they are next needed."""
+        self._group = self._saver = None
+
     def _left_out(self) -> set[str]:
         wanted = self._save_options.save_frozen
         if wanted is None:

@@ -2,15 +2,17 @@
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.llama import TinyLlama, make_tokens
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_shard import AutoShardStrategy
+from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.strategies import auto_oom
 from lightning_shard.testing import RankError, run_ranks, run_trainer
 from lightning_shard.testing.parity import QUIET, trained_parameters
@@ -43,17 +45,28 @@ class RunsOut(TinyLlama):
         return loss
 
 
+class SaveEachStep(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
 def run_out(_: Any) -> None:
     raise torch.OutOfMemoryError(MESSAGE)
 
 
 def fit(
     training: str, rank: int | None, micro_batch: int, where: str, accumulate: int = 1, on_oom: Any = "replan",
-    times: int = 1, **options: Any,
+    times: int = 1, folder: Path | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     strategy = AutoShardStrategy(on_oom=on_oom, **options)
     world_size = dist.get_world_size()
-    trainer = Trainer(**QUIET, strategy=strategy, devices=world_size, max_steps=4, accumulate_grad_batches=accumulate)
+    trainer = Trainer(
+        **QUIET, strategy=strategy, devices=world_size, max_steps=4, accumulate_grad_batches=accumulate,
+        callbacks=[] if folder is None else [SaveEachStep(folder)],
+    )  # fmt: skip
     module = RunsOut(training, rank, micro_batch, where, times)
     trainer.fit(module, make_tokens(dist.get_rank(), world_size))
     assert strategy.decision is not None
@@ -117,6 +130,13 @@ def test_it_climbs_more_than_once() -> None:
     once, twice = (run_ranks(2, fit, "full", None, 0, "after", times=n, pin=pin)[0] for n in (1, 2))
     assert twice["estimate"].device_bytes < once["estimate"].device_bytes
     assert_same(twice["parameters"], expected("full").parameters)
+
+
+def test_checkpoints_are_saved_before_and_after(tmp_path: Path) -> None:
+    for result in run_ranks(2, fit, "lora", 1, 2, "backward", folder=tmp_path):
+        assert "memory ran out under the plan before" in result["reason"]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"{step}.ckpt" for step in range(1, 5)]
+    assert all(is_checkpoint(path) for path in tmp_path.glob("*.ckpt"))
 
 
 def test_one_process_climbs_too() -> None:
