@@ -67,8 +67,9 @@ class GradientWatch:
         grads = [(name, grad) for name, grad in grads if grad.numel()]
         if not grads:
             return
-        largest = [torch.linalg.vector_norm(grad.detach(), ord=float("inf")).float().cpu() for _, grad in grads]
-        for (name, _), value in zip(grads, torch.stack(largest).tolist(), strict=True):
+        largest = [torch.linalg.vector_norm(grad.detach(), ord=float("inf")).float() for _, grad in grads]
+        together = torch.stack([value.to(largest[0].device) for value in largest])
+        for (name, _), value in zip(grads, together.tolist(), strict=True):
             if value != value or value == float("inf"):
                 self.broken.append(name)
             if value:

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard._compat import Callback, LightningModule, Trainer
+from lightning_shard.parallelize.order import HostChannel
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class SaveOnPreemption(Callback):
         dirpath: where to save; the folder of the Trainer's checkpoint callback by default.
         signals: that announce the end. SIGUSR1 is what ``sbatch --signal=USR1@90`` sends, SIGTERM what Kubernetes and
             SLURM send before they kill.
-        every_n_steps: compare flags after as many optimizer steps; each comparison is one small all-reduce.
+        every_n_steps: compare flags after as many optimizer steps; each comparison is one small all-reduce on the host,
+            which does not wait for the device.
         requeue: call ``scontrol requeue`` under SLURM.
 
     Raises:
@@ -60,6 +61,7 @@ class SaveOnPreemption(Callback):
         self._requeue = requeue
         self._received = 0
         self._compared_at = -1
+        self._channel = HostChannel()
         self._before: dict[signal.Signals, Any] = {}
 
     @override
@@ -88,17 +90,15 @@ class SaveOnPreemption(Callback):
         if step == self._compared_at or step % self._every_n_steps or not step:
             return
         self._compared_at = step
-        number = self._highest(trainer)
+        number = self._highest()
         if number:
             self._leave(trainer, number)
 
-    def _highest(self, trainer: Trainer) -> int:
+    def _highest(self) -> int:
         """The signal that any rank has received."""
         if not dist.is_initialized():
             return self._received
-        flag = torch.tensor(self._received, device=trainer.strategy.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return int(flag.item())
+        return self._channel.all_reduce([self._received], dist.ReduceOp.MAX)[0]
 
     def _leave(self, trainer: Trainer, number: int) -> None:
         path = self._where(trainer) / CHECKPOINT_NAME
