@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer that stopping and saving touch."""
+"""Private names of Lightning's Trainer that stopping and saving touch, and a question to any strategy of it."""
 
 import functools
 import importlib
@@ -16,6 +16,7 @@ __all__ = [
     "SIGTERMException",
     "hand_back_loop",
     "model_checkpoints",
+    "num_data_ranks",
     "saves_on_exception",
     "take_over_links",
     "take_over_loop",
@@ -79,3 +80,9 @@ def take_over_links(trainer: "Trainer", link: Callable[..., None]) -> None:
     """
     for callback in model_checkpoints(trainer):
         callback._link_checkpoint = link
+
+
+def num_data_ranks(trainer: "Trainer") -> int:
+    """Ranks that see different batches, which is what gradients are averaged over."""
+    kwargs: dict[str, Any] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return int(kwargs["num_replicas"]) if kwargs else 1

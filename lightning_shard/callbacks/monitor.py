@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard._compat import Callback, LightningModule, Trainer, TrainerFn, rank_zero_info
+from lightning_shard._compat.trainer import num_data_ranks
 from lightning_shard.callbacks.across_ranks import gather, largest, straggler
 from lightning_shard.callbacks.batch_size import Work
 from lightning_shard.callbacks.clock import StepClock, percentile
@@ -281,12 +282,6 @@ class ShardMonitor(Callback):
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             self.record.write(Path(self._path or os.path.join(trainer.default_root_dir, FILE_NAME)))
-
-
-def num_data_ranks(trainer: Trainer) -> int:
-    """Ranks that see different batches."""
-    kwargs: dict[str, Any] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    return int(kwargs["num_replicas"]) if kwargs else 1
 
 
 def _whole(value: float | None) -> int | None:

@@ -1,19 +1,17 @@
 """Classifiers of texts and images: a pretrained encoder with a new head, adapted or trained in full."""
 
+import dataclasses
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
 from lightning_shard.finetune.encode import IGNORED
-from lightning_shard.finetune.fit import go_on, num_steps
 from lightning_shard.finetune.hub import pretrained, pretrained_model
-from lightning_shard.finetune.limits import require_at_least
-from lightning_shard.finetune.loss import TokenMeanLoss
-from lightning_shard.finetune.model import TRUE_TYPES, add_adapters, decayed_groups
+from lightning_shard.finetune.model import add_adapters
+from lightning_shard.finetune.tuned import TunedModel
 from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
 
@@ -21,7 +19,7 @@ HEADS = ("classifier", "score")
 """What transformers calls the layers that are new in a classifier."""
 
 
-class Classifier(TokenMeanLoss):
+class Classifier(TunedModel):
     """Trains a classifier; the loss is the mean over rows, logged with the share of right answers.
 
     Args:
@@ -50,16 +48,15 @@ class Classifier(TokenMeanLoss):
         warmup_steps: int = 0,
         fused: bool = True,
     ) -> None:
-        super().__init__()
-        values = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        require_at_least(0, **{f"model.{name}": value for name, value in values.items()})
-        self.path = path
-        self.lora = lora
-        self.pretrained = pretrained
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.fused = fused
+        super().__init__(
+            path,
+            lora=lora,
+            pretrained=pretrained,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            fused=fused,
+        )
         self.model: Any = None
         self._right: Tensor | None = None
 
@@ -104,19 +101,6 @@ class Classifier(TokenMeanLoss):
             assert isinstance(total, Tensor)
             self.log("val_accuracy", total[0] / total[1].clamp(min=1), prog_bar=True, sync_dist=True)
 
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        go_on(self.trainer)
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        from transformers import get_cosine_schedule_with_warmup
-
-        optimizer = torch.optim.AdamW(decayed_groups(self, self.weight_decay), lr=self.learning_rate, fused=self.fused)
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, num_steps(self.trainer))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of the rows' losses, their number, and how many are right."""
         labels = batch["labels"]
@@ -132,7 +116,7 @@ class Classifier(TokenMeanLoss):
             "id2label": dict(enumerate(names)),
             "label2id": {name: i for i, name in enumerate(names)},
         }
-        dtype = TRUE_TYPES.get(str(self.trainer.precision), torch.float32)
+        dtype = self.loaded_dtype
         if self.pretrained:
             options = {"dtype": dtype, "ignore_mismatched_sizes": True, **labels}  # a head for other labels is replaced
             return pretrained_model(auto, self.path, new=(*HEADS, "pooler"), **options).train()
@@ -154,7 +138,5 @@ class ImageClassifier(Classifier):
 
 def _with_head(lora: AdapterSpec, model: Any) -> AdapterSpec:
     """The adapter with the new head trained in full beside it."""
-    import dataclasses
-
     heads = tuple(name for name in HEADS if hasattr(model, name))
     return dataclasses.replace(lora, modules_to_save=(*lora.modules_to_save, *heads))

@@ -9,9 +9,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_shard._compat.trainer import num_data_ranks
 from lightning_shard.finetune.fit import recut
 from lightning_shard.finetune.limits import require_at_least
-from lightning_shard.finetune.loss import num_data_ranks
 from lightning_shard.finetune.order import Deal, GlobalOrder, LazyLoader
 
 

@@ -20,7 +20,21 @@ Labelled = tuple[Any, int]
 """Tokens of a text, or where an image stands in its table; and the number of its label."""
 
 
-class LabelledText(DealtData):
+class _Labelled(DealtData):
+    """Rows with labels, of which a known number may be used, and what turns them into the model's inputs."""
+
+    has_validation = True
+
+    def __init__(self, processor_path: str, limits: dict[str, int | None], **dealt: Any) -> None:
+        super().__init__(shuffle=True, **dealt)
+        require_at_least(1, **{f"data.max_{name}_rows": limit for name, limit in limits.items()})
+        self.processor_path = processor_path
+        self.limits = limits
+        self.processor: Any = None
+        self.label_names: list[str] = []
+
+
+class LabelledText(_Labelled):
     """Texts with labels from JSONL, Parquet or CSV files, folders or the hub, tokenised once.
 
     Batches hold ``input_ids`` and ``attention_mask`` (rows, tokens), padded to the longest row, and ``labels`` (rows,).
@@ -65,28 +79,22 @@ class LabelledText(DealtData):
         seed: int = 42,
     ) -> None:
         super().__init__(
+            tokenizer,
+            {"train": max_train_rows, "validation": max_validation_rows},
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
             validation_batch_size=validation_batch_size,
-            shuffle=True,
             num_workers=num_workers,
             seed=seed,
         )
-        limits = {"train": max_train_rows, "validation": max_validation_rows}
-        require_at_least(1, **{f"data.max_{name}_rows": limit for name, limit in limits.items()})
         require_at_least(1, **{"data.max_seq_len": max_seq_len})
-        self.processor_path = tokenizer
         self.sources = {
             "train": Source(path=train, split=train_split, kept=True),
             "validation": Source(path=validation or train, split=validation_split, kept=True),
         }
         self.text_column, self.label_column = text_column, label_column
         self.max_seq_len = max_seq_len
-        self.limits = limits
-        self.processor: Any = None
-        self.label_names: list[str] = []
         self.rows: dict[str, list[Labelled]] = {}
-        self.has_validation = True
 
     @override
     def setup(self, stage: str) -> None:
@@ -165,7 +173,7 @@ class LabelledText(DealtData):
         }
 
 
-class LabelledImages(DealtData):
+class LabelledImages(_Labelled):
     """Images with labels through Hugging Face ``datasets``: a folder with one sub-folder per label, or the hub.
 
     Batches hold ``pixel_values`` (rows, channels, height, width) as the model's own image processor makes them, and
@@ -207,24 +215,18 @@ class LabelledImages(DealtData):
         seed: int = 42,
     ) -> None:
         super().__init__(
+            processor,
+            {"train": max_train_rows, "validation": max_validation_rows},
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
             validation_batch_size=validation_batch_size,
-            shuffle=True,
             num_workers=num_workers,
             seed=seed,
         )
-        limits = {"train": max_train_rows, "validation": max_validation_rows}
-        require_at_least(1, **{f"data.max_{name}_rows": limit for name, limit in limits.items()})
-        self.processor_path = processor
         self.path = train
         self.splits = {"train": train_split, "validation": validation_split}
         self.image_column, self.label_column = image_column, label_column
-        self.limits = limits
-        self.processor: Any = None
-        self.label_names: list[str] = []
         self.tables: dict[str, Any] = {}
-        self.has_validation = True
 
     @override
     def setup(self, stage: str) -> None:

@@ -1,13 +1,13 @@
 """A loss that counts tokens, not ranks or micro-batches."""
 
-from typing import Any
-
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_shard._compat.trainer import num_data_ranks
 
 
 class TokenMeanLoss(LightningModule):
@@ -82,12 +82,6 @@ class TokenMeanLoss(LightningModule):
         assert isinstance(total, Tensor)
         # Ranks that share one batch (tensor parallel) have each counted it.
         return total * (num_data_ranks(self.trainer) / self.trainer.world_size)
-
-
-def num_data_ranks(trainer: Trainer) -> int:
-    """Ranks that see different batches, which is what gradients are averaged over."""
-    kwargs: dict[str, Any] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    return int(kwargs["num_replicas"]) if kwargs else 1
 
 
 def _add(total: Tensor | None, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:

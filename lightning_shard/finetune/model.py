@@ -4,20 +4,19 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
 from lightning_shard.finetune.batches import Batch
 from lightning_shard.finetune.encode import IGNORED
-from lightning_shard.finetune.fit import choose_batch, go_on, num_steps
+from lightning_shard.finetune.fit import choose_batch
 from lightning_shard.finetune.hub import pretrained as from_hub
 from lightning_shard.finetune.hub import pretrained_model
-from lightning_shard.finetune.limits import require_at_least, require_choices
+from lightning_shard.finetune.limits import require_choices
 from lightning_shard.finetune.linear_loss import LogitRule, follows_rule, has_liger, head_loss, require_liger
-from lightning_shard.finetune.loss import TokenMeanLoss
 from lightning_shard.finetune.packing import require_packable
+from lightning_shard.finetune.tuned import TunedModel
 from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
 
@@ -26,14 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-"""Precisions that load the model in the type it computes in; FP32 otherwise."""
-
-
 LOSSES = ("auto", "chunked", "liger", "full")
 
 
-class CausalLM(TokenMeanLoss):
+class CausalLM(TunedModel):
     """Trains a causal language model from a folder or the hub; loss is the mean over label tokens.
 
     Args:
@@ -63,23 +58,16 @@ class CausalLM(TokenMeanLoss):
         fused: bool = True,
         loss: Literal["auto", "chunked", "liger", "full"] = "auto",
     ) -> None:
-        super().__init__()
-        require_at_least(
-            0,
-            **{
-                "model.learning_rate": learning_rate,
-                "model.weight_decay": weight_decay,
-                "model.warmup_steps": warmup_steps,
-            },
+        super().__init__(
+            path,
+            lora=lora,
+            pretrained=pretrained,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            fused=fused,
         )
         require_choices("model.loss", loss, LOSSES)
-        self.path = path
-        self.lora = lora
-        self.pretrained = pretrained
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.fused = fused
         self.loss = loss
         self.model: PreTrainedModel | None = None
         self._rule: LogitRule | None = None
@@ -94,8 +82,7 @@ class CausalLM(TokenMeanLoss):
     def configure_model(self) -> None:
         """Load the model, in the compute type where precision is a ``-true`` one, and add the adapters."""
         if self.model is None:
-            dtype = TRUE_TYPES.get(str(self.trainer.precision), torch.float32)
-            base = on_all_ranks(lambda: load(self.path, dtype, pretrained=self.pretrained))
+            base = on_all_ranks(lambda: load(self.path, self.loaded_dtype, pretrained=self.pretrained))
             self._rule = on_all_ranks(lambda: self._logit_rule(base))
             if getattr(getattr(self.trainer, "datamodule", None), "packing", False):
                 on_all_ranks(lambda: require_packable(base))
@@ -131,22 +118,6 @@ class CausalLM(TokenMeanLoss):
         loss = head_loss(model.get_output_embeddings(), hidden[:, :-1][learned], wanted, self._rule, liger=liger)
         return loss, learned.sum()
 
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        go_on(self.trainer)
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        from transformers import get_cosine_schedule_with_warmup
-
-        optimizer = torch.optim.AdamW(self._groups(), lr=self.learning_rate, fused=self.fused)
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, num_steps(self.trainer))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return decayed_groups(self, self.weight_decay)
-
     def _logit_rule(self, model: Any) -> LogitRule | None:
         if self.loss == "full":
             return None
@@ -159,15 +130,6 @@ class CausalLM(TokenMeanLoss):
             raise ValueError(f"{said}, so the loss cannot take them in chunks. Set model.loss to full.")
         log.warning("%s: the loss needs those of all tokens at once (model.loss: full).", said)
         return None
-
-
-def decayed_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What trains, in groups for an optimizer: matrices decay, vectors (norms, biases) do not."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from typing_extensions import override
 
 from lightning_shard._compat import Callback, LightningModule, Trainer, restart_loading, train_loaders
+from lightning_shard._compat.trainer import num_data_ranks
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class KeepGlobalBatch(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._accumulate(trainer, _replicas(trainer))
+        self._accumulate(trainer, num_data_ranks(trainer))
 
     def _accumulate(self, trainer: Trainer, replicas: int) -> None:
         together = self._micro_batch_size * replicas
@@ -93,7 +94,7 @@ class KeepGlobalBatch(Callback):
             return
         batches.sampler = _share(batches.sampler, loader, trainer)
         batches.sampler.set_epoch(trainer.current_epoch)
-        here = self._skip // _replicas(trainer)
+        here = self._skip // num_data_ranks(trainer)
         if here < len(batches.sampler):  # else the epoch had been seen to its end
             batches.sampler.skip_once = here
             self._micro_batches = here // self._micro_batch_size
@@ -163,13 +164,6 @@ def _share(sampler: Sampler[Any] | Any, loader: "DataLoader[Any]", trainer: Trai
         kwargs = {"num_replicas": 1, "rank": 0}
     seed = sampler.seed if isinstance(sampler, DistributedSampler) else int(os.environ.get("PL_GLOBAL_SEED", "0"))
     return SharedOrder(loader.dataset, shuffle=shuffle, seed=seed, **kwargs)
-
-
-def _replicas(trainer: Trainer) -> int:
-    """Ranks with data of their own."""
-    if trainer.world_size == 1:
-        return 1
-    return int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])  # type: ignore[attr-defined]
 
 
 def _only_loader(loaders: Any) -> "DataLoader[Any]":
