@@ -1,4 +1,4 @@
-"""One optimizer step under torch's profiler: how much of it is communication, and how much of that nothing hides."""
+"""Training batches under torch's profiler: how much of it is communication, and how much of that nothing hides."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ Interval = tuple[float, float]
 
 MOST_SHOWN = 400
 """Intervals of each lane kept for the picture."""
-COMMUNICATION = ("nccl", "gloo:")
-"""What the names of collectives begin with or hold: NCCL's kernels, gloo's transfers."""
+COMMUNICATION = ("nccl", "rccl", "gloo:")
+"""What the names of collectives begin with or hold: NCCL's and RCCL's kernels, gloo's transfers."""
 
 
 @dataclass(frozen=True, slots=True)
