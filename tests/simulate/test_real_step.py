@@ -1,9 +1,13 @@
 """Live tensor bytes of real steps on two ranks, counted by the same tracker, against the simulated ones."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.llama import make_llama
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,9 +18,10 @@ from lightning_shard.simulate.causal import CausalStep, token_batch
 from lightning_shard.simulate.collectives import summarise
 from lightning_shard.simulate.cuda_like import allocate_as_cuda
 from lightning_shard.simulate.optimizers import make_optimizer
+from lightning_shard.simulate.patches import patched
 from lightning_shard.simulate.run import count_step
 from lightning_shard.simulate.source import add_adapter
-from lightning_shard.simulate.tracker import Tracker
+from lightning_shard.simulate.tracker import SETUP, Tracker
 from lightning_shard.specs import AdapterSpec, TrainSpec
 from lightning_shard.testing import run_ranks
 
@@ -30,13 +35,44 @@ PLANS = {
 }
 
 
+@contextmanager
+def settled_waits() -> Iterator[None]:
+    """Give gloo's threads time to let go of a finished collective's buffers.
+
+    A thread holds them until a little after it told that it is done. On a busy machine that added one gathered block's
+    bytes to a moment in one step of ten.
+    """
+    wait = dist.Work.wait
+
+    def patiently(work: dist.Work, *args: Any) -> Any:
+        result = wait(work, *args)
+        time.sleep(0.005)
+        return result
+
+    with patched(dist.Work, "wait", patiently):
+        yield
+
+
+def real_steps(plan: Plan, train: TrainSpec) -> dict[str, Any]:
+    """The least of three steps at each moment: a late thread only ever adds bytes."""
+    steps = [real_step(plan, train) for _ in range(3)]
+    assert all(step["collectives"] == steps[0]["collectives"] for step in steps)
+    return {
+        "moments": {
+            name: min((step["peaks"][name] for step in steps), key=lambda peak: peak.allocated_bytes)
+            for name in steps[0]["peaks"]
+        },
+        "collectives": steps[0]["collectives"],
+    }
+
+
 def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
     """What one rank of a real step counts."""
     model = make_llama(hidden_size=64, intermediate_size=160, vocab_size=256)
     root = CausalStep(model if train.adapter is None else add_adapter(model, train.adapter))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)) if plan.strategy == "fsdp2" else None
     tracker = Tracker()
-    with allocate_as_cuda():
+    with allocate_as_cuda(), settled_waits():
         layout = parallelize(root, plan, precision=train.precision_row, device=torch.device("cpu"), mesh=mesh)
         count_step(
             layout,
@@ -47,12 +83,7 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
             zero_grad=train.gradients_cleared,
             fake=False,
         )
-    return {
-        "allocated_bytes": max(moment.allocated_bytes for moment in tracker.peaks.values()),
-        "moments": {name: moment.allocated_bytes for name, moment in tracker.peaks.items() if name != "setup"},
-        "kinds": {name: moment.kinds for name, moment in tracker.peaks.items()},
-        "collectives": summarise(tracker.collectives),
-    }
+    return {"peaks": tracker.peaks, "collectives": summarise(tracker.collectives)}
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
@@ -67,13 +98,12 @@ def test_simulated_bytes_are_those_of_a_real_step(name: str, adapter: AdapterSpe
         accumulate=2,
         gradients_cleared="before_backward",
     )
-    real = run_ranks(2, real_step, PLANS[name], train)[0]
+    real = run_ranks(2, real_steps, PLANS[name], train)[0]
     simulated = simulate(lambda: make_llama(hidden_size=64, intermediate_size=160, vocab_size=256), train, PLANS[name])
-    assert simulated.allocated_bytes == pytest.approx(real["allocated_bytes"], rel=0.03)
-    # At the simulated peak's moment: a collective's thread may let go of a buffer late in a real run, by which another
-    # moment of nearly the same size becomes its peak.
-    peak = max(simulated.moments, key=lambda moment: moment.allocated_bytes)
-    assert peak.kinds == simulated.kinds == pytest.approx(real["kinds"][peak.name], rel=0.03)
     moments = {moment.name: moment.allocated_bytes for moment in simulated.moments}
-    assert moments == pytest.approx(real["moments"], rel=0.03)
+    measured = {name: peak.allocated_bytes for name, peak in real["moments"].items() if name != SETUP}
+    assert moments == pytest.approx(measured, rel=0.03)
+    peak = max(simulated.moments, key=lambda moment: moment.allocated_bytes)
+    assert simulated.allocated_bytes == peak.allocated_bytes
+    assert peak.kinds == simulated.kinds == pytest.approx(real["moments"][peak.name].kinds, rel=0.03)
     assert simulated.collectives == real["collectives"]
