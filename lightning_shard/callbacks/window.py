@@ -1,5 +1,6 @@
 """Training batches under torch's profiler: how much of it is communication, and how much of that nothing hides."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Communication:
     """What one profiled step did."""
 
     window_s: float
+    """All of it, with what the host did before the first operation and after the last (a slow data transform, a sleep)."""
     comm_s: float
     """Time in which at least one collective was under way."""
     exposed_s: float
@@ -52,6 +54,7 @@ class ProfilerWindow:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._profile: profile | None = None
+        self._opened_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -68,6 +71,7 @@ class ProfilerWindow:
         quiet_profiler()
         self._profile = profile(activities=[activity])
         self._profile.start()
+        self._opened_s = time.perf_counter()
         return True
 
     def close(self) -> Communication:
@@ -75,10 +79,11 @@ class ProfilerWindow:
         assert self._profile is not None
         if self._on_device:
             torch.cuda.synchronize()
+        window_s = time.perf_counter() - self._opened_s
         self._profile.stop()
         compute, communication = sort_events(self._profile.events() or (), on_device=self._on_device)  # type: ignore[no-untyped-call]
         self._profile = None
-        return summarize(compute, communication)
+        return summarize(compute, communication, window_s=window_s)
 
     def abandon(self) -> None:
         """End without an answer, after an error."""
@@ -105,18 +110,26 @@ def sort_events(events: Iterable[Any], *, on_device: bool) -> tuple[list[Interva
     return compute, communication
 
 
-def summarize(compute: Sequence[Interval], communication: Sequence[Interval]) -> Communication:
-    """Shares and lanes from raw intervals."""
+def summarize(
+    compute: Sequence[Interval], communication: Sequence[Interval], *, window_s: float | None = None
+) -> Communication:
+    """Shares and lanes from raw intervals.
+
+    Args:
+        compute: when something was computed.
+        communication: when a collective was under way.
+        window_s: how long was looked; from the first interval to the last if not given.
+    """
     computing, communicating = union(compute), union(communication)
     everything = union([*computing, *communicating])
     if not everything:
-        return Communication(0.0, 0.0, 0.0)
+        return Communication(window_s or 0.0, 0.0, 0.0)
     start, end = everything[0][0], everything[-1][1]
     comm_s = _length(communicating)
     hidden_s = _length(computing) + comm_s - _length(everything)
     lanes = {"compute": computing, "communication": communicating}
     return Communication(
-        window_s=end - start,
+        window_s=max(window_s or 0.0, end - start),
         comm_s=comm_s,
         exposed_s=max(0.0, comm_s - hidden_s),
         lanes={name: _few([(a - start, b - start) for a, b in lane]) for name, lane in lanes.items()},

@@ -154,6 +154,11 @@ def test_exposed_communication_is_what_no_computation_hides() -> None:
     assert summarize([], []).exposed_share == 0.0
 
 
+def test_what_the_host_does_before_the_first_operation_is_its_own() -> None:
+    seen = summarize([(0.0, 1.0)], [(1.0, 2.0)], window_s=5.0)
+    assert (seen.window_s, seen.exposed_s, seen.own_s) == (5.0, 1.0, 4.0)
+
+
 def test_a_long_lane_is_drawn_with_few_intervals() -> None:
     lane = [(i * 1.0, i + 0.5) for i in range(10 * MOST_SHOWN)]
     seen = summarize(lane, [])
