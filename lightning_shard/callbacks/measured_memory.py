@@ -11,11 +11,16 @@ AT_REST = ("frozen_weights", "trained_weights", "optimizer_state", "buffers")
 """Terms that stay the whole step and are measured tensor by tensor; the rest of the peak is in flight."""
 
 
-def at_rest(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, int]:
-    """Bytes of this rank at rest, and of gradients where there are any; tied tensors once."""
+def at_rest(module: nn.Module, optimizers: Iterable[Any], *, offload: str = "none") -> dict[str, int]:
+    """Bytes of this rank's device at rest, and of gradients where there are any; tied tensors once.
+
+    What the plan has wait in host memory (``offload``) is not the device's, also where the device is the host.
+    """
+    if offload != "none":
+        optimizers = ()
     seen: set[Any] = set()
     states = [value for o in optimizers for state in o.state.values() for value in _tensors(state)]
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if offload != "all" or not isinstance(p, DTensor)]
     return {
         "frozen_weights": _bytes((p for p in parameters if not p.requires_grad), seen),
         "trained_weights": _bytes((p for p in parameters if p.requires_grad), seen),

@@ -247,7 +247,8 @@ class ShardMonitor(Callback):
             "reserved_bytes": _whole(row["reserved_bytes"]),
             **{name: before.get(name) if row[name] is None else row[name] for name in kept},
         }
-        rest = at_rest(module, trainer.optimizers)
+        offload = getattr(getattr(trainer.strategy, "plan", None), "offload", "none")
+        rest = at_rest(module, trainer.optimizers, offload=offload)
         self.record.memory = compare(rest, peaks(self._device), self.record.estimate or {})
         if self._seen is not None:
             self.record.window = {

@@ -97,9 +97,9 @@ def whole(value: Any, keep: bool) -> Any:
     return value.detach().cpu() if keep else None
 
 
-def empty_in_layout(target: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A fresh tensor in the layout of ``target``, of its type by default, on its device."""
-    return torch.empty_like(target, dtype=dtype or target.dtype, requires_grad=False)
+def empty_in_layout(target: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A fresh tensor in the layout of ``target``, of its type and on its device by default."""
+    return torch.empty_like(target, dtype=dtype or target.dtype, device=device or target.device, requires_grad=False)
 
 
 def _shared_names(module: nn.Module) -> dict[str, str]:

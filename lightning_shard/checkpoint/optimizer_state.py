@@ -5,6 +5,7 @@ Lightning keys it by the position of a parameter, which breaks as soon as either
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.module_state import empty_in_layout, place
 from lightning_shard.checkpoint.names import parameter_names, plain_name
 from lightning_shard.checkpoint.storage import StoredTensors
+from lightning_shard.parallelize.host_update import HOST, HostUpdate, on_host
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,9 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def load_named_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_named_state(
+    module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], host: HostUpdate | None = None
+) -> None:
     """Load what :func:`named_state` gave, or torch's own form by position, into any layout.
 
     A parameter that did not train when the state was saved starts without one; the state of one that no longer
@@ -48,6 +52,7 @@ def load_named_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str
         module: names the parameters.
         optimizer: over parameters of ``module``.
         saved: ``state`` and ``param_groups``; tensors are whole, or have their parameter's layout.
+        host: holds the state in host memory, where the plan says so.
 
     Raises:
         RuntimeError: when a state by position does not fit the groups there are.
@@ -67,7 +72,8 @@ def load_named_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str
             now.update({key: value for key, value in twin.items() if key != "params"})
         for parameter, name, index in zip(group["params"], mine, now["params"], strict=True):
             if name in values_of:
-                state[index] = {key: _fitted(value, parameter) for key, value in values_of[name].items()}
+                fitted = {key: _fitted(value, parameter) for key, value in values_of[name].items()}
+                state[index] = fitted if host is None else on_host(fitted)
             elif values_of:
                 fresh.append(name)
     if fresh:
@@ -75,7 +81,8 @@ def load_named_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str
             f"{len(fresh)} parameters did not train when the checkpoint was saved and start with fresh optimizer state, the "
             f"first is {fresh[0]!r}."
         )
-    optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+    with nullcontext() if host is None else host.holding(optimizer):
+        optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
 
 
 def _fitted(value: Any, parameter: nn.Parameter) -> Any:
@@ -127,7 +134,9 @@ def split_tensors(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any]
     return {**state, "state": plain, "tensors": keys}, tensors
 
 
-def join_tensors(saved: Mapping[str, Any], prefix: str, stored: StoredTensors, module: nn.Module) -> dict[str, Any]:
+def join_tensors(
+    saved: Mapping[str, Any], prefix: str, stored: StoredTensors, module: nn.Module, *, to_host: bool = False
+) -> dict[str, Any]:
     """The reverse of :func:`split_tensors`, for the parameters that ``module`` has, in their layouts."""
     parameters = {name: parameter for parameter, name in parameter_names(module).items()}
     wanted: dict[str, Tensor] = {}
@@ -140,7 +149,11 @@ def join_tensors(saved: Mapping[str, Any], prefix: str, stored: StoredTensors, m
             full = f"{prefix}/{name}/{key}"
             size, dtype = stored.size(full), stored.dtype(full)
             like = parameters[name]
-            value = empty_in_layout(like, dtype) if size == like.shape else torch.empty(size, dtype=dtype)
+            value = (
+                empty_in_layout(like, dtype, HOST if to_host else None)
+                if size == like.shape
+                else torch.empty(size, dtype=dtype)
+            )
             state[name][key] = wanted[full] = value
     stored.read_into(wanted)
     return {"state": state, "param_groups": saved["param_groups"]}

@@ -121,8 +121,8 @@ def _not_modelled(s: Situation) -> tuple[str, ...]:
     notes = list(s.model.warnings)
     if any(not block.activations.exact for block in s.blocks) or not s.blocks:
         notes.append("activations are estimated from parameter shapes: no architecture facts for this model")
-    if s.offloaded:
-        notes.append("host memory for the offloaded shards is not checked")
+    if s.updates_on_host:
+        notes.append("host memory for what is offloaded is not checked")
     if s.plan.compile:
         notes.append("torch.compile usually needs less memory than this eager estimate")
     if s.train.precision == "bf16-mixed" and not s.sharded:

@@ -56,6 +56,11 @@ class Situation:
         return self.sharded and self.plan.offload == "all"
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer's state waits, and is read, in host memory."""
+        return self.offloaded or self.plan.offload == "optimizer"
+
+    @property
     def buckets(self) -> bool:
         """Whether replicas hold gradients in buffers that are reduced: torch's DDP buckets, or flat ones."""
         return not self.sharded and self.plan.dp_replicate > 1

@@ -75,8 +75,8 @@ def freed_before_update(s: Situation) -> list[int]:
 def update_temporaries(s: Situation) -> list[int]:
     """Sizes of a foreach step's temporaries: one per trained tensor, of its shard."""
     each = s.optimizer.foreach_temporaries
-    if s.train.optimizer_implementation != "foreach" or not each or s.offloaded:
-        return []  # an offloaded update runs on the host
+    if s.train.optimizer_implementation != "foreach" or not each or s.updates_on_host:
+        return []  # such an update runs on the host
     shards = 1 if s.plan.adapters == "replicated" else s.plan.dp_shard
     sizes: list[int] = []
     for group in s.groups:

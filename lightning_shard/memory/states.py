@@ -21,7 +21,7 @@ def optimizer_state(s: Situation, moment: Moment) -> int:
 
     A factored optimizer keeps a row and a column statistic of each matrix instead.
     """
-    if s.offloaded:
+    if s.updates_on_host:
         return 0
     if not s.optimizer.factored:
         return s.optimizer.num_moments * s.total("trained_bytes")
@@ -101,7 +101,7 @@ def buffers(s: Situation, moment: Moment) -> int:
 
 def optimizer_step(s: Situation, moment: Moment) -> int:
     """Temporaries of a foreach step: AdamW's list of denominators, as large as what trains; fused has none."""
-    if moment is not Moment.OPTIMIZER or s.offloaded:
+    if moment is not Moment.OPTIMIZER or s.updates_on_host:
         return 0
     if s.train.optimizer_implementation == "fused":
         return 0

@@ -35,8 +35,7 @@ from lightning_shard.specs import Precision
 UNSUPPORTED: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("adapters='replicated' with tp > 1", lambda plan: plan.tp > 1 and plan.adapters == "replicated"),
     ("resident_blocks with tp > 1", lambda plan: plan.tp > 1 and plan.resident_blocks not in (0, ())),
-    ("offload='optimizer'", lambda plan: plan.offload == "optimizer"),
-    ("offload of a replicated plan", lambda plan: plan.offload != "none" and plan.strategy == "ddp"),
+    ("offload='all' of a replicated plan", lambda plan: plan.offload == "all" and plan.strategy == "ddp"),
 )
 
 

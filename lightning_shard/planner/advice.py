@@ -15,11 +15,13 @@ Surroundings = Literal["python", "command line"]
 _TYPED: dict[Surroundings, dict[str, str]] = {
     "python": {
         "recompute": "pin={'activation_checkpoint': 'full'}",
+        "optimizer": "pin={'offload': 'optimizer'}",
         "offload": "pin={'offload': 'all'}",
         "adapter": "lightning_shard.lora(model, r=16)",
     },
     "command line": {
         "recompute": "--pin activation_checkpoint=full",
+        "optimizer": "--pin offload=optimizer",
         "offload": "--pin offload=all",
         "adapter": "--lora-r 16",
     },
@@ -44,7 +46,9 @@ def what_helps(
     recompute = {**pin, "activation_checkpoint": "full"}
     if pin.get("activation_checkpoint") == "none" and fits(pin=recompute):
         yield f"with activation checkpointing it fits ({typed['recompute']})"
-    if "offload" not in pin and cluster.world_size > 1 and fits(pin={**pin, "offload": "all"}):
+    if "offload" not in pin and fits(pin={**pin, "offload": "optimizer"}):
+        yield f"with the optimizer's state in host memory it fits, slower by the update ({typed['optimizer']})"
+    elif "offload" not in pin and cluster.world_size > 1 and fits(pin={**pin, "offload": "all"}):
         yield f"with shards in host memory it fits, several times slower ({typed['offload']})"
     smaller = list(_smaller(train))
     if (less := next((one for one in smaller if fits(one)), None)) is not None:

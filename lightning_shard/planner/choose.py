@@ -194,7 +194,12 @@ def _recomputing(one: Considered) -> str:
 
 
 def _offloaded(one: Considered) -> str:
-    return "with its shards in host memory" if one.plan.offload != "none" else ""
+    words = {
+        "none": "",
+        "optimizer": "with the optimizer's state in host memory",
+        "all": "with its shards in host memory",
+    }
+    return words[one.plan.offload]
 
 
 def _what_ddp_lacks(best: Considered, found: list[Considered], limit: int) -> tuple[str, ...]:

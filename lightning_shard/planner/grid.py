@@ -11,7 +11,7 @@ from lightning_shard.specs import ModelSpec
 from lightning_shard.specs.split import why_not_split
 
 PINNABLE: dict[str, tuple[Any, ...]] = {
-    "offload": ("none", "all"),
+    "offload": ("none", "optimizer", "all"),
     "activation_checkpoint": ("none", "selective", "full"),
 }
 """Where the planner cannot weigh everything the Plan can say: what a user may ask of it."""
@@ -95,8 +95,8 @@ def base_plan(layout: tuple[int, int, int], model: ModelSpec, pin: Mapping[str, 
     fields = dict(pin)
     if tp > 1:
         fields |= {"adapters": "sharded", "resident_blocks": 0}
-    elif shard == 1:  # nothing is gathered, so nothing is resharded, kept or offloaded
-        fields |= {"reshard_after_forward": True, "resident_blocks": 0, "adapters": "sharded", "offload": "none"}
+    elif shard == 1:  # nothing is gathered, so nothing is resharded or kept
+        fields |= {"reshard_after_forward": True, "resident_blocks": 0, "adapters": "sharded"}
     elif model.adapter is not None:
         fields.setdefault("adapters", "replicated")
     if shard > 1 or tp > 1:

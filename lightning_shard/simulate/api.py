@@ -183,7 +183,7 @@ def _not_modelled(train: TrainSpec, plan: Plan, counted: Counted) -> tuple[str, 
         notes.append("torch.compile usually needs less memory than this eager step")
     if train.precision == "16-mixed":
         notes.append("the gradient scaler of 16-mixed")
-    if plan.offload != "none":
+    if plan.offload == "all":
         notes.append("shards on their way between host and device")
     if plan.world_size > 1:
         notes.append("communication buffers are a planning constant")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard.plans import Offload
 from lightning_shard.simulate.tracker import Tracker
 from lightning_shard.specs import TrainSpec
 
@@ -45,7 +46,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], train: TrainSpec) -> Opti
     return make([p for p in parameters if p.requires_grad], **arguments, **how)
 
 
-def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients: bool, offloaded: bool) -> None:
+def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients: bool, offload: Offload) -> None:
     """Make the optimizers' state, as a first step would have, and with it the gradients that step left.
 
     Lightning clears gradients between forward and backward, so a forward finds those of the step before.
@@ -57,20 +58,20 @@ def warm_up(optimizers: Iterable[Optimizer], tracker: Tracker, *, keep_gradients
     tracker.mark()
     for optimizer in optimizers:
         optimizer.step()
-        _adopt_state(optimizer, tracker, offloaded=offloaded)
+        _adopt_state(optimizer, tracker, offload)
     tracker.mark()
     for parameter in parameters:
-        if keep_gradients and parameter.grad is not None and not (offloaded and isinstance(parameter, DTensor)):
+        if keep_gradients and parameter.grad is not None and not (offload == "all" and isinstance(parameter, DTensor)):
             tracker.adopt_gradient(parameter.grad)
         else:
             parameter.grad = None
     tracker.mark()
 
 
-def _adopt_state(optimizer: Optimizer, tracker: Tracker, *, offloaded: bool) -> None:
+def _adopt_state(optimizer: Optimizer, tracker: Tracker, offload: Offload) -> None:
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter, state in optimizer.state.items():
-        on_host = offloaded and isinstance(parameter, DTensor)
+        on_host = offload == "optimizer" or (offload == "all" and isinstance(parameter, DTensor))
         for value in state.values():
             if not isinstance(value, Tensor):
                 continue

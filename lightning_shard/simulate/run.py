@@ -81,7 +81,7 @@ def count_step(
 ) -> None:
     """Count one step of a laid-out module, on real or fake tensors alike."""
     root = layout.module
-    offloaded = layout.plan.offload != "none"
+    offloaded = layout.plan.offload == "all"
     _adopt_tensors(root, tracker, offloaded=offloaded)
     for buffer in layout.replicated.buffers if layout.replicated is not None else ():
         tracker.adopt(buffer, "flat_gradients")
@@ -99,7 +99,7 @@ def count_step(
             if layout.replicated is not None:
                 layout.replicated.before_backward()
             keep = zero_grad == "before_backward" and wrapped is root
-            warm_up(job.optimizers, tracker, keep_gradients=keep, offloaded=offloaded)
+            warm_up(job.optimizers, tracker, keep_gradients=keep, offload=layout.plan.offload)
         handles = [*_watch_gradients(root, tracker), *watch_blocks(layout.units.blocks, tracker)]
         run_step(job, tracker)
     for handle in handles:

@@ -106,6 +106,10 @@ class AutoShardStrategy(PlanStrategy):
         return self._fixed
 
     @override
+    def offload_wish(self) -> str:
+        return str(self._pin.get("offload", "none")) if self._fixed is None else self._fixed.offload
+
+    @override
     def wishes(self) -> dict[str, str]:
         return {**super().wishes(), "headroom": repr(self._headroom), "pin": json.dumps(self._pin, sort_keys=True)}
 

@@ -21,6 +21,7 @@ from lightning_shard._compat.trainer import take_over_links
 from lightning_shard.checkpoint.options import SaveOptions
 from lightning_shard.doctor.callback import attach_doctor
 from lightning_shard.parallelize import Parallelized, is_sharded, parallelize, unsynced_parameters
+from lightning_shard.parallelize.host_update import HostUpdate, require_host_update
 from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.advice import add_advice
@@ -160,9 +161,8 @@ class PlanStrategy(StepStrategy):
 
     @override
     def _get_process_group_backend(self) -> str:
-        plan = self.fixed_plan()
-        if self._process_group_backend is None and plan is not None and plan.offload != "none":
-            # Offloaded gradients are clipped where they wait: on the host, which NCCL does not serve.
+        if self._process_group_backend is None and self.offload_wish() != "none":
+            # Offloaded gradients are clipped, and state is saved, where they wait: on the host, which NCCL does not serve.
             return "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
@@ -214,6 +214,8 @@ class PlanStrategy(StepStrategy):
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         require_optimizers_over_module(self.optimizers, self._root)
+        if self.plan.offload == "optimizer":
+            require_host_update(self.optimizers)
         self._note_what_trains()
         if self._gradients is not None:
             self._gradients.refresh()
@@ -266,6 +268,7 @@ class PlanStrategy(StepStrategy):
         """From now on the module is laid out like this."""
         self._layout = self._root.__dict__[_LAID_OUT] = layout
         self._synced_once = False
+        self._shard_precision.host_update = HostUpdate() if layout.plan.offload == "optimizer" else None
         self._watch_ranks()
 
     def _note_what_trains(self) -> None:
@@ -283,6 +286,11 @@ class PlanStrategy(StepStrategy):
     def fixed_plan(self) -> Plan | None:
         """The plan the user demanded, where there is one."""
         return None
+
+    def offload_wish(self) -> str:
+        """What the user demanded to wait in host memory; the plan itself is not known when the ranks meet."""
+        plan = self.fixed_plan()
+        return "none" if plan is None else plan.offload
 
     def _make_mesh(self, plan: Plan) -> DeviceMesh | None:
         if plan.strategy == "ddp":

@@ -36,6 +36,7 @@ class TunedDDPStrategy(PlanStrategy):
         static_graph: every step uses the same parameters in the same order.
         activation_checkpoint: what is recomputed in backward.
         compile: compile each block with ``torch.compile``.
+        offload: "optimizer" keeps the optimizer's state in host memory and updates there.
         compress: how gradients travel: as they are, rounded to "fp16" or "bf16" (half the bytes), or as PowerSGD's
             low-rank factors. Pays on slow links only, and changes what is learned by its rounding.
         ddp: anything else that Lightning's ``DDPStrategy`` takes: ``find_unused_parameters`` (False by
@@ -50,6 +51,7 @@ class TunedDDPStrategy(PlanStrategy):
         static_graph: bool = False,
         activation_checkpoint: Literal["none", "selective", "full"] = "none",
         compile: bool = False,
+        offload: Literal["none", "optimizer"] = "none",
         compress: Compression = "none",
         **ddp: Any,
     ) -> None:
@@ -64,6 +66,7 @@ class TunedDDPStrategy(PlanStrategy):
             "static_graph": static_graph,
             "activation_checkpoint": activation_checkpoint,
             "compile": compile,
+            "offload": offload,
         }
         Plan(**self._fields)  # a wrong value is told now, not at setup
         self._asks_torch_ddp |= static_graph or self._fields["bucket_cap_mb"] is not None or compress == "powersgd"
@@ -79,6 +82,10 @@ class TunedDDPStrategy(PlanStrategy):
                 "bucket_cap_mb='tune' changes the size while the run goes on, which torch's DDP cannot, and another option asks "
                 "for DDP (static_graph, compress='powersgd', find_unused_parameters, a hook). Leave out one of the two."
             )
+
+    @override
+    def offload_wish(self) -> str:
+        return str(self._fields["offload"])
 
     @override
     def choose_plan(self, trainer: Trainer) -> Plan:

@@ -23,7 +23,8 @@ class FSDP2Strategy(PlanStrategy):
         adapters: what trains is sharded with its block, or whole on every rank ("replicated").
         activation_checkpoint: what is recomputed in backward.
         compile: compile each block with ``torch.compile``.
-        offload: "all" keeps shards, gradients and optimizer state in host memory between uses.
+        offload: "optimizer" keeps the optimizer's state in host memory and updates there; "all" keeps shards and
+            gradients there as well, between uses.
         defer_gradient_sync: while accumulating, reduce only at the last micro-batch (holds whole gradients).
         prefetch: blocks gathered ahead of the one that computes.
         lightning: what :class:`PlanStrategy` and Lightning's ``DDPStrategy`` take.
@@ -40,7 +41,7 @@ class FSDP2Strategy(PlanStrategy):
         adapters: Literal["replicated", "sharded"] = "sharded",
         activation_checkpoint: Literal["none", "selective", "full"] = "none",
         compile: bool = False,
-        offload: Literal["none", "all"] = "none",
+        offload: Literal["none", "optimizer", "all"] = "none",
         defer_gradient_sync: bool = False,
         prefetch: int = 1,
         **lightning: Any,
@@ -82,6 +83,10 @@ class FSDP2Strategy(PlanStrategy):
     @override
     def fixed_plan(self) -> Plan | None:
         return self._fixed
+
+    @override
+    def offload_wish(self) -> str:
+        return self._fields["offload"] if self._fixed is None else self._fixed.offload
 
     @override
     def choose_plan(self, trainer: Trainer) -> Plan:

@@ -15,21 +15,38 @@ from typing_extensions import override
 
 from lightning_shard._compat import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning_shard._compat import Precision as PrecisionPlugin
+from lightning_shard._compat.closure import ClosurePrecision
 from lightning_shard._compat.sharded import AgreeingGradScaler
 from lightning_shard.parallelize.clipping import clip_by_norm, clip_by_value
+from lightning_shard.parallelize.host_update import HostUpdate
 from lightning_shard.specs import Precision, find_precision
 
 
-class ShardAwarePrecision(PrecisionPlugin):
+class ShardAwarePrecision(ClosurePrecision):
     """What the four plugins share. ``parallelize`` sets the parameters' types, so nothing is converted here."""
 
     meaning: Precision = find_precision("32-true")
     last_norm: Tensor | None = None
     """Of all gradients, before the latest clipping by norm."""
+    host_update: HostUpdate | None = None
+    """Runs updates on the host, where the plan has the optimizer's state wait there."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
+
+    @override
+    def gradients_are_final(self, optimizer: Any) -> None:
+        if self.host_update is not None:
+            self.host_update.begin(optimizer)
+
+    @override
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        finally:
+            if self.host_update is not None:
+                self.host_update.end(optimizer)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -176,10 +176,11 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._rest()
+        host = getattr(self.precision_plugin, "host_update", None)
         for number, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
             if self._opened is not None and "tensors" in state:
-                state = join_tensors(state, f"optimizer/{number}", self._opened.tensors, self._root)
-            load_named_state(self._root, _plain(optimizer), state)
+                state = join_tensors(state, f"optimizer/{number}", self._opened.tensors, self._root, to_host=bool(host))
+            load_named_state(self._root, _plain(optimizer), state, host)
         self._opened = None
 
 

@@ -56,11 +56,8 @@ def time_step(s: Situation) -> StepTime:
     beside_s = adapter_s(s)
     forward_s = forward / speed + beside_s
     backward_s = (backward + again) / speed + (BACKWARD + _recomputed_share(s)) * beside_s
-    update_s = (
-        UPDATE_BYTES_PER_ELEMENT
-        * (s.total("trained_numel") + s.total("flat_numel"))
-        / s.cluster.device.memory_bytes_per_s
-    )
+    trained = s.total("trained_numel") + s.total("flat_numel")
+    update_s = 0.0 if s.updates_on_host else UPDATE_BYTES_PER_ELEMENT * trained / s.cluster.device.memory_bytes_per_s
     step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
     compute_s = s.train.accumulate * (forward_s + backward_s)
     sums_s, sums_bytes = _tensor_parallel(s)
@@ -78,13 +75,17 @@ def time_step(s: Situation) -> StepTime:
 def _offload_s(s: Situation) -> float:
     """Copies over the host's bus: shards to the device for forward and backward, gradients and new weights back.
 
-    Counted in full: how much of it hides is not known. The update itself runs at the host's memory speed.
+    Counted in full: how much of it hides is not known. The update itself runs at the host's memory speed. Where only
+    the update is there, weights and gradients go and new weights come, once a step.
     """
-    if not s.offloaded:
+    if not s.updates_on_host:
         return 0.0
-    shards = s.total("frozen_bytes") + s.total("trained_bytes")
-    copied = s.train.accumulate * (2 * shards + s.master_bytes * s.total("trained_numel"))
-    return copied / HOST_BUS_BYTES_PER_S + UPDATE_BYTES_PER_ELEMENT * s.total("trained_numel") / HOST_BYTES_PER_S
+    trained = s.total("trained_numel") + s.total("flat_numel")
+    copied = 3 * s.master_bytes * trained
+    if s.offloaded:
+        shards = s.total("frozen_bytes") + s.total("trained_bytes")
+        copied = s.train.accumulate * (2 * shards + s.master_bytes * s.total("trained_numel"))
+    return copied / HOST_BUS_BYTES_PER_S + UPDATE_BYTES_PER_ELEMENT * trained / HOST_BYTES_PER_S
 
 
 def _tensor_parallel(s: Situation) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from helpers.regression import Regression, make_vectors
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_shard import FSDP2Strategy, Plan
+from lightning_shard import AutoShardStrategy, FSDP2Strategy, Plan
 from lightning_shard.parallelize.clipping import total_norm
 from lightning_shard.testing import RankError, assert_parity, run_ranks, run_trainer
 from lightning_shard.testing.parity import QUIET
@@ -58,11 +58,11 @@ def test_b6_a_fused_optimizer_is_clipped_under_mixed_precision(strategy: str) ->
 
 
 def test_b7_offload_asks_for_a_backend_that_serves_the_host() -> None:
-    plan = Plan(dp_shard=2, offload="all")
-    strategy = FSDP2Strategy(plan)
-    strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    strategy._local_rank = 0
-    assert strategy._get_process_group_backend() == "cpu:gloo,cuda:nccl"
+    fixed, pinned = FSDP2Strategy(Plan(dp_shard=2, offload="all")), AutoShardStrategy(pin={"offload": "all"})
+    for strategy in (fixed, pinned, FSDP2Strategy(offload="all")):
+        strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+        strategy._local_rank = 0
+        assert strategy._get_process_group_backend() == "cpu:gloo,cuda:nccl"
 
 
 # --- C6: manual optimization ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ PLANS: dict[str, Plan] = {
     "all-resident-with-sharded-adapters": Plan(dp_shard=2, resident_blocks=99),
     "kept-and-deferred": Plan(dp_shard=2, reshard_after_forward=False, defer_gradient_sync=True),
     "offloaded": Plan(dp_shard=2, offload="all"),
+    "replicated-adapters-updated-on-the-host": Plan(dp_shard=2, adapters="replicated", offload="optimizer"),
     "hsdp-with-replicated-adapters": Plan(dp_replicate=2, dp_shard=2, adapters="replicated", resident_blocks=1),
 }
 

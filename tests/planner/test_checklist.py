@@ -77,6 +77,8 @@ def test_resuming_holds_weights_and_state_and_one_whole_tensor_beside_shards() -
     assert shards.resume_peak_bytes == state // 8 + buffers + 4 * 128256 * 4096
     away = estimate(LLAMA_8B, train, Plan(dp_shard=8, offload="all"), cluster())
     assert away.resume_peak_bytes == buffers + 4 * 128256 * 4096
+    state_away = estimate(LLAMA_8B, train, Plan(dp_shard=8, offload="optimizer"), cluster())
+    assert state_away.resume_peak_bytes == 4 * LLAMA_8B.num_parameters // 8 + buffers + 4 * 128256 * 4096
 
 
 def test_the_floor_is_weights_and_optimizer_state() -> None:

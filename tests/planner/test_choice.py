@@ -161,6 +161,18 @@ def test_offload_is_advice_and_never_a_silent_choice() -> None:
     assert pinned.estimate.step_s > 2 * decision.estimate.step_s
 
 
+def test_the_optimizers_state_goes_to_the_host_before_the_shards_do() -> None:
+    train, where = TrainSpec(seq_len=512), cluster(memory_gib=20)
+    decision = choose(LLAMA_8B, train, where)
+    assert not decision.fits
+    assert any("(pin={'offload': 'optimizer'})" in line for line in decision.advice)
+    assert not any("'all'" in line for line in decision.advice)
+    pinned = choose(LLAMA_8B, train, where, pin={"offload": "optimizer"})
+    assert pinned.fits
+    assert "optimizer's state in host memory" in pinned.reason
+    assert "optimizer_state" not in pinned.estimate.terms
+
+
 def test_ddp_buckets_are_sized_from_what_trains() -> None:
     assert choose(LLAMA_8B, LORA, cluster()).plan.bucket_cap_mb == 25.0
     small = choose(TINY, TrainSpec(seq_len=64, adapter=AdapterSpec(r=2)), cluster(devices=2)).plan
@@ -178,7 +190,7 @@ def test_ddp_buckets_are_sized_from_what_trains() -> None:
         ({"tp": 2, "adapters": "replicated"}, "adapters='replicated' does not go with tensor parallelism"),
         ({"tp": 2, "resident_blocks": 4}, "resident_blocks=4 does not go with tensor parallelism"),
         ({"offload": "all", "dp_shard": 1, "tp": 1}, "offload=all needs shards"),
-        ({"offload": "optimizer"}, "offload='optimizer' cannot be weighed yet"),
+        ({"offload": "disk"}, "offload='disk' cannot be weighed yet"),
         ({"dp_shard": 3}, "No layout of 8 devices honours"),
         ({"dp_replicate": 2, "dp_shard": 8}, "No layout of 8 devices honours"),
     ],

@@ -1,5 +1,6 @@
 """Each memory term against its own arithmetic."""
 
+import dataclasses
 import math
 
 import pytest
@@ -47,6 +48,15 @@ def test_frozen_bytes_are_2p_over_n_and_trained_4t_over_n() -> None:
     assert term("trained_weights", LORA, DDP) == 4 * trained
     assert term("frozen_weights", FULL, FSDP) == 0
     assert term("trained_weights", FULL, FSDP) == 4 * LLAMA_8B.num_parameters // 8
+
+
+@pytest.mark.parametrize("plan", [ONE, DDP, FSDP])
+def test_state_on_the_host_is_all_that_is_gone(plan: Plan) -> None:
+    away = dataclasses.replace(plan, offload="optimizer")
+    for name in TERMS:
+        here, there = (term(name, FULL, each, Moment.OPTIMIZER) for each in (plan, away))
+        assert there == (0 if name in ("optimizer_state", "optimizer_step") else here)
+    assert term("optimizer_state", FULL, plan) == 8 * LLAMA_8B.num_parameters // plan.dp_shard
 
 
 def test_states_of_a_7b_lora_are_16_bytes_per_trained_parameter() -> None:

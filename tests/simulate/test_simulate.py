@@ -249,8 +249,8 @@ def test_a_process_group_in_use_is_set_aside(plan: Plan) -> None:
 
 
 def test_what_the_engine_does_not_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="offload='optimizer'"):
-        simulate(tiny, TRAIN, Plan(dp_shard=2, offload="optimizer"))
+    with pytest.raises(ValueError, match="offload='all' of a replicated plan"):
+        simulate(tiny, TRAIN, Plan(dp_replicate=2, offload="all"))
 
 
 def test_an_optimizer_torch_does_not_have_is_refused() -> None:
