@@ -1,18 +1,23 @@
 """The simulation grid: closed form and simulated step over models, what trains, layouts, recomputing and precision.
 
-``pytest -m slow -s tests/simulate/test_grid.py`` prints the agreement table, with the terms that differ.
+``pytest -m slow -s tests/simulate/test_grid.py`` prints the agreement table, with the terms that differ. Two processes
+of their own work through the cells, since each is one thread's work.
 """
 
 import dataclasses
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 import torch
 from grid_models import GRID
 
 from lightning_shard.hardware import Cluster, find_device, link_between_nodes, link_inside_node
+from lightning_shard.memory import Estimate
 from lightning_shard.planner import estimate
 from lightning_shard.plans import Plan
-from lightning_shard.simulate import differences, simulate
+from lightning_shard.simulate import Simulation, differences, simulate
 from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
 
 pytestmark = pytest.mark.slow
@@ -42,24 +47,50 @@ def cluster() -> Cluster:
     return Cluster(devices_per_node=8, device=device, intra_link=inside, inter_link=between)
 
 
+Cell = tuple[str, str, str, str, str]
+"""Model, what trains, layout, recomputing, precision."""
+
+
+def both(cell: Cell) -> tuple[Simulation, Estimate]:
+    """A cell simulated, and in closed form."""
+    name, training, layout, recompute, precision = cell
+    build, seq_len = GRID[name]
+    with torch.device("meta"):
+        spec = ModelSpec.from_module(build(), name=name)
+    plan = dataclasses.replace(plan_of(layout, spec.num_blocks), activation_checkpoint=recompute)  # type: ignore[arg-type]
+    adapter = AdapterSpec(r=16) if training == "lora" else None
+    train = TrainSpec(seq_len=seq_len, adapter=adapter, precision=precision)  # type: ignore[arg-type]
+    return simulate(build, train, plan), estimate(spec, train, plan, cluster())
+
+
+@pytest.fixture(scope="module")
+def answers(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Future[tuple[Simulation, Estimate]]]]:
+    """Of every selected cell, being worked out."""
+    ours = [item.callspec.params for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    cells = [tuple(row[key] for key in ("name", "training", "layout", "recompute", "precision")) for row in ours]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {cell: pool.submit(both, cell) for cell in cells}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "half", "hsdp"])
 @pytest.mark.parametrize("training", ["full", "lora"])
 @pytest.mark.parametrize("name", GRID)
 def test_closed_form_and_simulation_agree(
-    request: pytest.FixtureRequest, name: str, training: str, layout: str, recompute: str, precision: str
+    request: pytest.FixtureRequest,
+    answers: dict[Cell, Future[tuple[Simulation, Estimate]]],
+    name: str,
+    training: str,
+    layout: str,
+    recompute: str,
+    precision: str,
 ) -> None:
-    reason = APART.get((name, training, layout, recompute, precision))
-    if reason is not None:
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
-    build, seq_len = GRID[name]
-    with torch.device("meta"):
-        spec = ModelSpec.from_module(build(), name=name)
-    plan = dataclasses.replace(plan_of(layout, spec.num_blocks), activation_checkpoint=recompute)  # type: ignore[arg-type]
-    adapter = AdapterSpec(r=16) if training == "lora" else None
-    train = TrainSpec(seq_len=seq_len, adapter=adapter, precision=precision)
-    simulated, analytic = simulate(build, train, plan), estimate(spec, train, plan, cluster())
+    cell = (name, training, layout, recompute, precision)
+    if cell in APART:
+        request.applymarker(pytest.mark.xfail(reason=APART[cell], strict=False))
+    simulated, analytic = answers[cell].result()
     error = analytic.allocated_bytes / simulated.allocated_bytes - 1
     print(
         f"\n{name:13s} {training:4s} {layout:5s} {recompute:4s} {precision:10s} "
