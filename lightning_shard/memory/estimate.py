@@ -40,6 +40,8 @@ class Estimate:
     """Of which matrix products and attention."""
     comm_s: float = 0.0
     """Time of all collectives, hidden or not."""
+    shard_comm_s: float = 0.0
+    """Of which gathers and reductions of shards."""
     comm_bytes: int = 0
     """Bytes each device sends in one step."""
     comm_share: float = 0.0

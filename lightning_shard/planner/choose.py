@@ -18,9 +18,10 @@ __all__ = ["choose", "estimate"]
 TIE, TIE_S = 0.1, 1e-3
 """Predicted step times this close, in share or in seconds, are no reason to prefer one plan: the model of time is
 that good at best."""
-REPLICAS_TIE = 0.5
-"""The same for replicas against shards. Sharding has many more messages and host work, which the model of time sees
-least of: where a whole copy fits, sharding must promise a lot to be taken instead."""
+SHARDS_UNSURE = 0.5
+"""How much longer than predicted the collectives of shards may take, against replicas: many messages, with host work
+before and after each, are what the model of time sees least of. Where a whole copy fits, sharding must win even so.
+Against a frozen base that fits whole, which costs replicas no traffic, the whole step is taken for that unsure."""
 
 
 def choose(
@@ -35,9 +36,10 @@ def choose(
     """Decide how to run.
 
     The fastest plan that fits wins, among those without tensor parallelism as long as one fits: ranks that split
-    layers see the same data, so each step would learn from fewer sequences. Step times are predictions, so plans within :data:`TIE` of the fastest (replicas:
-    :data:`REPLICAS_TIE`) count as equally fast, and the simplest of them is taken: DDP before sharding, one kind
-    of sharding before two, no recomputing before some. When nothing fits, the answer is the plan that needs least, with the shortfall
+    layers see the same data, so each step would learn from fewer sequences. Step times are predictions, so plans within
+    :data:`TIE` of the fastest count as equally fast (replicas: of every other plan, should its shards' collectives take
+    :data:`SHARDS_UNSURE` longer), and the simplest of them is taken: DDP before sharding, one kind of sharding before
+    two, no recomputing before some. When nothing fits, the answer is the plan that needs least, with the shortfall
     and what would help.
 
     Args:
@@ -85,14 +87,18 @@ def _best(found: list[Considered], limit: int) -> Considered:
     if not fitting:
         return min(found, key=lambda one: one.needs_bytes)
     fitting = [one for one in fitting if one.plan.tp == 1] or fitting
-    fastest = min(fitting, key=lambda one: one.share_s)
-    near = [one for one in fitting if _about_as_fast(one, fastest)]
+    near = [one for one in fitting if all(_about_as_fast(one, other) for other in fitting)]
     return min(near, key=lambda one: (simplicity(one.plan), round(one.share_s, 9), one.needs_bytes))
 
 
 def _about_as_fast(one: Considered, other: Considered) -> bool:
-    tie = REPLICAS_TIE if one.plan.strategy == "ddp" else TIE
-    return one.share_s <= other.share_s * (1 + tie) + TIE_S / one.plan.data_parallel_size
+    surely_s = other.share_s
+    if one.plan.strategy == "ddp":
+        terms, time = one.estimate.terms, other.estimate
+        frozen = terms.get("frozen_weights", 0) > terms.get("trained_weights", 0)
+        unsure_s = time.step_s if frozen else time.shard_comm_s
+        surely_s += SHARDS_UNSURE * unsure_s / other.plan.data_parallel_size
+    return one.share_s <= surely_s * (1 + TIE) + TIE_S / one.plan.data_parallel_size
 
 
 def _check(model: ModelSpec, train: TrainSpec, cluster: Cluster, headroom: float) -> None:

@@ -57,6 +57,7 @@ def _timed(situation: Situation) -> Estimate:
         step_s=time.step_s,
         compute_s=time.compute_s,
         comm_s=time.comm_s,
+        shard_comm_s=time.shard_comm_s,
         comm_bytes=time.comm_bytes,
         comm_share=time.exposed_s / step_s,
         tokens_per_s=tokens / step_s,

@@ -43,6 +43,8 @@ class StepTime:
     comm_s: float
     exposed_s: float
     """Communication that nothing hides."""
+    shard_comm_s: float
+    """Part of ``comm_s`` that is gathers and reductions of shards, block by block, hidden or not."""
     comm_bytes: int
     flops: float
     """The model's own FLOPs per device, recomputation not counted."""
@@ -58,7 +60,7 @@ def time_step(s: Situation) -> StepTime:
     backward_s = (backward + again) / speed + (BACKWARD + _recomputed_share(s)) * beside_s
     trained = s.total("trained_numel") + s.total("flat_numel")
     update_s = 0.0 if s.updates_on_host else UPDATE_BYTES_PER_ELEMENT * trained / s.cluster.device.memory_bytes_per_s
-    step_s, comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
+    step_s, comm_s, shard_comm_s, comm_bytes = (_sharded if s.sharded else _replicated)(s, forward_s, backward_s)
     compute_s = s.train.accumulate * (forward_s + backward_s)
     sums_s, sums_bytes = _tensor_parallel(s)
     step_s += _offload_s(s) + sums_s
@@ -67,6 +69,7 @@ def time_step(s: Situation) -> StepTime:
         compute_s=compute_s,
         comm_s=comm_s + sums_s,
         exposed_s=max(0.0, step_s - compute_s),
+        shard_comm_s=shard_comm_s,
         comm_bytes=int(comm_bytes + sums_bytes),
         flops=s.train.accumulate * sum(compute_flops(s, own=True)),
     )
@@ -147,11 +150,15 @@ def _recomputed_share(s: Situation) -> float:
     return share * (0.5 if s.plan.activation_checkpoint == "selective" else 1.0)
 
 
-def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:
+Laid = tuple[float, float, float, float]
+"""Seconds of forward and backward with their collectives, of all collectives, of those of shards; bytes sent."""
+
+
+def _replicated(s: Situation, forward_s: float, backward_s: float) -> Laid:
     """Forward, then backward beside the all-reduces, whose last bucket nothing hides."""
     compute_s = s.train.accumulate * (forward_s + backward_s)
     if s.plan.dp_replicate == 1:
-        return compute_s, 0.0, 0.0
+        return compute_s, 0.0, 0.0, 0.0
     size = s.master_bytes * s.total("trained_numel")
     wanted = s.plan.bucket_cap_mb
     bucket = tuned_bucket_bytes(size, s.plan.world_size) if wanted is None else int(wanted * 2**20)
@@ -160,12 +167,12 @@ def _replicated(s: Situation, forward_s: float, backward_s: float) -> tuple[floa
     comm_s = all_reduce_s(s.cluster, ring, size, messages=num_buckets)
     sent = 2 * size * (ring.size - 1) / ring.size
     if s.cluster.accelerator == "cpu":
-        return compute_s + comm_s, comm_s, sent
+        return compute_s + comm_s, comm_s, 0.0, sent
     last_s = comm_s / num_buckets
-    return compute_s + max(0.0, comm_s - last_s - backward_s) + last_s, comm_s, sent
+    return compute_s + max(0.0, comm_s - last_s - backward_s) + last_s, comm_s, 0.0, sent
 
 
-def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, float, float]:
+def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     """Gathers beside forward, gathers and reductions beside backward; the first gather and the last reduction
     stand alone. Blocks that are kept are gathered once a step; deferred reductions come once a step.
     """
@@ -175,22 +182,24 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> tuple[float, 
     forward = Traffic.of(s, KINDS, lambda group: group.gathered_bytes)
     again = Traffic.of(s, ("block",), lambda group: 0 if keeps or group.resident else group.gathered_bytes)
     reduced = Traffic.of(s, KINDS, lambda g: s.reduce_bytes * g.whole_numel)
-    gather_s, again_s, reduce_s = (part.seconds(s.cluster, ring) for part in (forward, again, reduced))
+    gather_s, again_s = forward.seconds(s.cluster, ring), again.seconds(s.cluster, ring)
+    reduce_s = reduced.seconds(s.cluster, ring, gloo_reduces=s.cluster.accelerator == "cpu")
     flat_bytes = s.master_bytes * s.total("flat_numel")
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
-    comm_s = gathers * (gather_s + again_s) + reductions * reduce_s + once_s
+    shards_s = gathers * (gather_s + again_s) + reductions * reduce_s
+    comm_s = shards_s + once_s
     share = (ring.size - 1) / ring.size
     sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes)
     sent += _sum_share(s.plan.dp_replicate) * reduced.num_bytes / s.plan.dp_shard
     sent += _sum_share(s.plan.data_parallel_size) * flat_bytes
     compute_s = rounds * (forward_s + backward_s)
     if s.cluster.accelerator == "cpu":
-        return compute_s + comm_s, comm_s, sent
+        return compute_s + comm_s, comm_s, shards_s, sent
     hidden = gathers * max(forward_s, gather_s) + (rounds - gathers) * forward_s
     beside = gathers * again_s + reductions * reduce_s + once_s
     hidden += max(rounds * backward_s, beside)
     ends_s = gather_s / max(1, forward.messages) + reduce_s / max(1, reduced.messages)
-    return hidden + ends_s, comm_s, sent
+    return hidden + ends_s, comm_s, shards_s, sent
 
 
 def _sum_share(ranks: int) -> float:
@@ -210,8 +219,10 @@ class Traffic:
         groups = [group for group in s.groups if group.kind in kinds and size(group)]
         return cls(sum(g.count * size(g) for g in groups), sum(g.count for g in groups))
 
-    def seconds(self, cluster: Cluster, ring: Ring) -> float:
-        return collective_s(cluster, ring, self.num_bytes, messages=self.messages) if self.num_bytes else 0.0
+    def seconds(self, cluster: Cluster, ring: Ring, *, gloo_reduces: bool = False) -> float:
+        """How long they take; gloo scatters sums by an all-reduce, of which each rank keeps its part."""
+        one_s = all_reduce_s if gloo_reduces else collective_s
+        return one_s(cluster, ring, self.num_bytes, messages=self.messages) if self.num_bytes else 0.0
 
 
 def _flat(s: Situation, num_bytes: int) -> float:
