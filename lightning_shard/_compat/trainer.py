@@ -3,24 +3,32 @@
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard._compat import NAMESPACE, Trainer
 
 if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import BatchSizeFinder
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.memory import is_oom_error
 else:
+    BatchSizeFinder = importlib.import_module(f"{NAMESPACE}.callbacks").BatchSizeFinder
+    is_oom_error = importlib.import_module(f"{NAMESPACE}.utilities.memory").is_oom_error
     SIGTERMException = importlib.import_module(f"{NAMESPACE}.utilities.exceptions").SIGTERMException
 
 __all__ = [
     "SIGTERMException",
     "hand_back_loop",
+    "is_oom_error",
     "model_checkpoints",
     "num_data_ranks",
     "saves_on_exception",
     "take_over_links",
     "take_over_loop",
     "take_over_signals",
+    "take_over_size_finders",
 ]
 
 
@@ -80,6 +88,46 @@ def take_over_links(trainer: "Trainer", link: Callable[..., None]) -> None:
     """
     for callback in model_checkpoints(trainer):
         callback._link_checkpoint = link
+
+
+def take_over_size_finders(
+    trainer: "Trainer", search: Callable[[], AbstractContextManager[Callable[[Callable[[], Any]], None]]]
+) -> None:
+    """Have Lightning's BatchSizeFinder run under this strategy, each of its trials by what ``search`` yields.
+
+    It refuses every strategy of many ranks, and those of ours on one rank too; can go when it asks the strategy.
+    """
+    for callback in vars(trainer).get("callbacks", ()):
+        if isinstance(callback, BatchSizeFinder):
+            callback.setup = functools.partial(_setup_finder, callback)  # type: ignore[method-assign]
+            callback.scale_batch_size = functools.partial(_search, callback, search)  # type: ignore[method-assign]
+
+
+class _OneDevice:
+    """A trainer that calls itself not distributed, which is all that the finder's checks ask of its connector."""
+
+    _accelerator_connector = SimpleNamespace(is_distributed=False)
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def _setup_finder(callback: Any, trainer: "Trainer", pl_module: Any, stage: str | None = None) -> None:
+    type(callback).setup(callback, _OneDevice(trainer), pl_module, stage)
+
+
+def _search(callback: Any, search: Any, trainer: "Trainer", pl_module: Any) -> None:
+    loop: Any = trainer._active_loop
+    run = loop.run
+    with search() as try_size:
+        loop.run = lambda: try_size(run)
+        try:
+            type(callback).scale_batch_size(callback, trainer, pl_module)
+        finally:
+            del loop.run
 
 
 def num_data_ranks(trainer: "Trainer") -> int:

@@ -127,7 +127,7 @@ class AutoShardStrategy(PlanStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._on_oom == "replan" and self._decision is not None:
+        if self._on_oom == "replan" and not self._finding_size and self._decision is not None:
             self._ladder = guard(self)
 
     @override

@@ -26,6 +26,7 @@ from lightning_shard.parallelize.shard import allocate_outside_inference_mode
 from lightning_shard.plans import Plan
 from lightning_shard.strategies.advice import add_advice
 from lightning_shard.strategies.averaging import follow_layout
+from lightning_shard.strategies.batch_sizes import SizeSearchStrategy
 from lightning_shard.strategies.checks import (
     asks_torch_ddp,
     require_known_options,
@@ -46,7 +47,7 @@ START_TIMEOUT = timedelta(minutes=2)
 _LAID_OUT = "_lightning_shard_layout"
 
 
-class PlanStrategy(StepStrategy):
+class PlanStrategy(SizeSearchStrategy, StepStrategy):
     """Runs any LightningModule under a Plan, replicated or sharded.
 
     A subclass of Lightning's DDPStrategy, so that samplers, compiled modules and other people's
@@ -251,13 +252,21 @@ class PlanStrategy(StepStrategy):
             forward_methods=self._forward_methods,
         )
 
+    @override
     def lay_out_anew(self, plan: Plan) -> None:
-        """Lay the module out by ``plan`` in mid-run, from the layout it has."""
         layout = self._parallelize(plan, self._layout)
         self.model = self._root
         self.take_layout(layout)
         self._note_what_trains()
         self._wrap_replicas()
+
+    def lay_out_again(self) -> None:
+        """The same plan, once the ranks have met again."""
+        if self._root.trainer.state.fn == TrainerFn.FITTING:
+            self.lay_out_anew(self.plan)
+        else:
+            self.take_layout(self._parallelize(self.plan, self._layout))
+            self.model = self._root
 
     def _wrap_replicas(self) -> None:
         """Put a replicated module into torch's DDP where the engine's flat gradients do not serve it."""
@@ -352,19 +361,26 @@ class PlanStrategy(StepStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.forget_step()
+        if self.sharded:
+            add_advice(exception)
+        super().on_exception(exception)
+
+    def forget_step(self) -> None:
+        """Forget gathers and reductions of a step that was broken off."""
         if isinstance(self.model, FSDPModule):
             fsdp_reset(self.model)
-            add_advice(exception)
         if self._layout is not None and self._layout.replicated:
             self._layout.replicated.reset()
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        if not self.sharded:
+        module = self.lightning_module
+        if not self.sharded and not (module and any(p.is_meta for p in module.parameters())):
             super().teardown()
             return
-        # Shards stay where they are: the base class would move them, and their optimizer state, to the host.
+        # Shards stay where they are: the base class would move them, and their optimizer state, to the host. It would
+        # move what a failed set-up left on meta too, whose error would then hide the first.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat import Trainer
-from lightning_shard.parallelize import bucket_bytes
+from lightning_shard.parallelize import Parallelized, bucket_bytes
 from lightning_shard.plans import MIB, Plan
 from lightning_shard.strategies.base import PlanStrategy
 from lightning_shard.strategies.tuning import BucketTuner
@@ -106,13 +106,16 @@ class TunedDDPStrategy(PlanStrategy):
         if self._tunes and self.world_size > 1:
             self._tuner = self._make_tuner()
 
+    @override
+    def take_layout(self, layout: Parallelized) -> None:
+        super().take_layout(layout)
+        if layout.replicated is not None:
+            layout.replicated.wire_dtype = WIRE_DTYPES.get(self._compress)
+
     def _set_compression(self) -> None:
-        flat = self._layout.replicated if self._layout is not None else None
         if self._compress == "powersgd":
             self._ddp_comm_state, self._ddp_comm_hook = PowerSGDState(process_group=None), powerSGD_hook
-        elif flat is not None:
-            flat.wire_dtype = WIRE_DTYPES[self._compress]
-        else:
+        elif self._layout is None or self._layout.replicated is None:
             hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
             self._ddp_comm_hook = hooks[self._compress]  # refuses the backends that it does not run on
 
@@ -127,7 +130,7 @@ class TunedDDPStrategy(PlanStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._tuner is not None and not self._tuner.done:
+        if self._tuner is not None and not self._tuner.done and not self._finding_size:
             size_mb = self._tuner.after_step()
             if size_mb is not None:
                 self._use_buckets(size_mb)

@@ -101,7 +101,7 @@ class OomLadder:
         self._first = trainer.global_step
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run = self._loop.run
-        self._flag = OomFlag(trainer.strategy, _fits) if trainer.world_size > 1 else None
+        self._flag = OomFlag(trainer.strategy, str(_fits)) if trainer.world_size > 1 else None
         self._window = Window()
         self._voted = False
         self._loop.__dict__["run"] = self.run
@@ -178,7 +178,7 @@ class OomLadder:
 
     def _climb(self, failed: str) -> None:
         """Leave the step, meet again, and lay the module out by the next plan."""
-        self._trainer.strategy.on_exception(PeerOutOfMemory())  # reductions under way are forgotten
+        self._trainer.strategy.forget_step()  # type: ignore[attr-defined]  # of a PlanStrategy
         for parameter in self._module.parameters():
             parameter.grad = None
         mine = {"failed": failed, "step": self._trainer.global_step, "updated": self._window.updated(self._module)}
@@ -214,9 +214,9 @@ class OomLadder:
 class OomFlag:
     """A flag that any rank can raise for all, and the votes, in the store where the ranks met."""
 
-    def __init__(self, strategy: Any, fit: int) -> None:
+    def __init__(self, strategy: Any, run: str) -> None:
         self._strategy = strategy
-        self._store = default_store(f"lightning_shard/oom/{fit}")
+        self._store = default_store(f"lightning_shard/oom/{run}")
         self._level = 0
         self._watcher: threading.Thread | None = None
         self._stop = threading.Event()

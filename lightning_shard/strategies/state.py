@@ -119,6 +119,8 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
 
     def forget_groups(self) -> None:
         """The process groups of before are gone: make the writers' anew when they are next needed."""
+        if self._saver is not None:
+            self._saver.abandon()
         self._group = self._saver = None
 
     def _left_out(self) -> set[str]:

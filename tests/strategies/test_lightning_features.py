@@ -12,7 +12,6 @@ import torch.distributed as dist
 from helpers.regression import Regression, block_net, make_vectors
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -114,13 +113,6 @@ class FindRate(LearningRateFinder):
 def test_j7_the_learning_rate_finder(layout: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_same(partial(FindRate, num_training_steps=8, early_stop_threshold=None), layout)
-
-
-@EVERY_LAYOUT
-def test_j7_the_batch_size_finder_is_refused_before_anything_trains(layout: str) -> None:
-    num_ranks, strategy = LAYOUTS[layout]
-    with pytest.raises(Exception, match="Batch size finder is not supported with distributed strategies"):
-        run_ranks(num_ranks, fit, BatchSizeFinder, strategy)
 
 
 def summary(strategy: Any) -> str:

@@ -44,6 +44,9 @@ class RunsOut(TinyLlama):
             loss.register_hook(run_out)
         return loss
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.watched = [self.trainer.strategy._watch is not None]  # for signals and failures of other ranks
+
 
 class SaveEachStep(Callback):
     def __init__(self, folder: Path) -> None:
@@ -77,6 +80,7 @@ def fit(
         "estimate": strategy.estimate,
         "steps": trainer.global_step,
         "seen": module.seen,
+        "watched": module.watched[0],
     }
 
 
@@ -105,6 +109,7 @@ def test_all_ranks_take_the_next_plan_and_nothing_is_lost(training: str, where: 
         assert result["steps"] == 4
         assert result["plan"] == results[0]["plan"]
         assert "memory ran out" in result["reason"]
+        assert result["watched"]
         assert_same(result["parameters"], expected(training).parameters)
 
 
