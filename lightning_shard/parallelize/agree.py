@@ -11,6 +11,7 @@ from lightning_shard.parallelize.storage import packed_parts
 from lightning_shard.parallelize.together import gather, size_of
 
 CHUNK_BYTES = 64 * 2**20
+ON_META = ", on meta"
 
 
 def agree_on_start(module: nn.Module, device: torch.device) -> int:
@@ -38,16 +39,20 @@ def agree_on_start(module: nn.Module, device: torch.device) -> int:
 
 def _describe(tensor: Tensor) -> str:
     trains = ", trains" if tensor.requires_grad else ""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trains}"
+    return (
+        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trains}{ON_META if tensor.is_meta else ''}"
+    )
 
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    plain = {name: t for name, t in named.items() if not isinstance(t, DTensor) and not t.is_meta and t.numel()}
+    plain = {name: t for name, t in named.items() if not isinstance(t, DTensor) and t.numel()}
     return {f"{name}{part}": t for name, whole in plain.items() for part, t in packed_parts(whole).items()}
 
 
 def _fingerprint(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return ""
     digest = hashlib.blake2b(digest_size=16)
     flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     for start in range(0, flat.numel(), CHUNK_BYTES):
@@ -75,6 +80,12 @@ def _require_same_tensors(all_ranks: list[dict[str, tuple[str, str]]]) -> None:
             raise RuntimeError(
                 f"Rank {rank} registered its parameters in another order than rank 0, from {first!r} on: gradients would be "
                 "averaged with those of other parameters. Build modules in one order; do not iterate over a set."
+            )
+        if ON_META in f"{ours.get(names[0])}{theirs.get(names[0])}":
+            raise RuntimeError(
+                f"Rank {rank} and rank 0 loaded different weights: {names[0]!r} is {ours.get(names[0])} on rank 0 and "
+                f"{theirs.get(names[0])} on rank {rank}. Build the module alike on every rank: lightning_shard.from_pretrained "
+                "has each rank read just the bytes that it keeps."
             )
         raise RuntimeError(
             f"Rank {rank} built a different module from rank 0: {len(names)} parameters or buffers differ in name, shape, "

@@ -1,4 +1,4 @@
-"""Initialisation, the meta device and seeds (cases F1 to F4)."""
+"""Initialisation, the meta device and seeds (cases F1 to F5)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -161,3 +161,29 @@ def test_f4_loaded_weights_are_kept_and_missing_buffers_made(strategy: str) -> N
         for name, value in wanted.items():
             assert torch.equal(start[f"model.{name}"], value), name
         torch.testing.assert_close(start["model.model.rotary_emb.inv_freq"], torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+# --- F5: weights on rank 0 only ----------------------------------------------------------------------------------
+
+
+class LoadedOnOneRank(TinyLlama):
+    def _build(self) -> None:
+        with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+            super()._build()
+
+
+def refusal(strategy: str) -> str:
+    try:
+        run_trainer(LoadedOnOneRank, make_tokens, strategy=strategy, max_steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["tuned-ddp", "fsdp2"])
+def test_f5_weights_on_one_rank_alone_are_refused_on_all_with_the_way_out(strategy: str) -> None:
+    """What loads without each rank holding all is in ``parallelize/test_streaming.py``."""
+    for said in run_ranks(2, refusal, strategy):
+        assert "'model.model.embed_tokens.weight' is (64, 32) float32, trains on rank 0" in said
+        assert "on meta on rank 1" in said
+        assert "lightning_shard.from_pretrained" in said

@@ -143,7 +143,8 @@ def bytes_read_and_held(folder: str, strategy: Any) -> tuple[int, int, int]:
     return read, held, largest
 
 
-def test_each_rank_reads_what_it_keeps(tmp_path: Path) -> None:
+def test_f5_each_rank_reads_what_it_keeps(tmp_path: Path) -> None:
+    """However many ranks there are, together they read the file once, and none waits for another or stays empty."""
     folder = str(write(tmp_path, files=3))
     total = sum(t.num_bytes for t in open_folder(tmp_path).values())
     per_rank = run_ranks(4, bytes_read_and_held, folder, FSDP2Strategy)
@@ -277,7 +278,7 @@ def peak_and_share(folder: str, plan: Plan) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's high-water mark")
 @pytest.mark.parametrize("plan", [Plan(dp_shard=2), Plan(dp_replicate=2)], ids=["shards", "replicas"])
-def test_the_host_holds_little_more_than_what_is_kept(plan: Plan, tmp_path: Path) -> None:
+def test_f5_the_host_holds_little_more_than_what_is_kept(plan: Plan, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 4000}
     LlamaForCausalLM(llama_config(**sizes)).bfloat16().save_pretrained(tmp_path)
     for peak, share, largest in run_ranks(2, peak_and_share, str(tmp_path), plan):
