@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from lightning_shard._compat.storage import copy_on_host
 
 
 class Background:
@@ -58,5 +59,4 @@ class Background:
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory, DTensors as DTensors of the same layout."""
-    staged: dict[str, Tensor] = BlockingAsyncStager(cache_staged_state_dict=False).stage(dict(tensors))
-    return staged
+    return {name: copy_on_host(tensor) for name, tensor in tensors.items()}

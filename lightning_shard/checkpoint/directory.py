@@ -6,7 +6,8 @@
         manifest.json   format version; size and SHA-256 of every other file; written last
         plan.json       the Plan that was in force
         trainer.pt      loops, schedulers, hyper-parameters, callbacks, random state per rank
-        state/          torch.distributed.checkpoint: model/NAME and optimizer/I/NAME/KEY
+        state/          torch.distributed.checkpoint: model/NAME and optimizer/I/NAME/KEY; current/NAME is what trains
+                        where model/NAME is an average of it
         adapter/        a PEFT folder, where the model has adapters
 """
 
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.atomic import commit, partial_path, remove, remove_abandoned
 from lightning_shard.checkpoint.errors import CheckpointError
-from lightning_shard.checkpoint.manifest import Stamp, is_checkpoint, newest_whole, require_whole, stamp, write_manifest
+from lightning_shard.checkpoint.manifest import Stamp, newest_whole, read_manifest, require_whole, stamp, write_manifest
+from lightning_shard.checkpoint.remote import AnyPath
 from lightning_shard.checkpoint.storage import StoredTensors, write_synced, write_tensors
 from lightning_shard.parallelize.together import gather, on_all_ranks, rank_in
 
@@ -52,10 +54,17 @@ class Contents:
 class SavedCheckpoint:
     """An open checkpoint, found whole."""
 
-    path: Path
+    path: AnyPath
+    """Where its files lie."""
     trainer: dict[str, Any]
     """Everything but the tensors of model and optimizers."""
     tensors: StoredTensors = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie, for one of this machine."""
+        assert isinstance(self.path, Path)
+        return self.path
 
 
 def to_bytes(values: Mapping[str, Any]) -> bytes:
@@ -87,11 +96,13 @@ def save_directory(contents: Contents, target: Path, group: dist.ProcessGroup | 
         raise CheckpointError(_write_failure(error, target)) from error
 
 
-def open_directory(path: Path, *, weights_only: bool | None, group: dist.ProcessGroup | None = None) -> SavedCheckpoint:
+def open_directory(
+    path: AnyPath, *, weights_only: bool | None, group: dist.ProcessGroup | None = None
+) -> SavedCheckpoint:
     """Check every file of a checkpoint and open it. Collective over ``group``.
 
     Args:
-        path: the folder, or a link to it.
+        path: the folder, a link to it, or a place on remote storage.
         weights_only: False lets ``trainer.pt`` be unpickled with all that implies; None and True do not.
         group: who checks and opens.
 
@@ -102,8 +113,11 @@ def open_directory(path: Path, *, weights_only: bool | None, group: dist.Process
     require_whole(path, group)
 
     def read() -> SavedCheckpoint:
-        trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=weights_only is not False)
-        return SavedCheckpoint(path, trainer, StoredTensors(path / STATE))
+        root = read_manifest(path).root
+        inside = path / root if root else path
+        with (inside / TRAINER).open("rb") as stream:
+            trainer = torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
+        return SavedCheckpoint(inside, trainer, StoredTensors(inside / STATE))
 
     return on_all_ranks(read, group)
 
@@ -118,7 +132,7 @@ def remove_directory(path: Path) -> None:
     remove(path)
 
 
-def unpickling_remedy(path: Path, strategy: str, error: UnpicklingError) -> str:
+def unpickling_remedy(path: AnyPath | str, strategy: str, error: UnpicklingError) -> str:
     """What to tell a user whose checkpoint needs more than ``weights_only=True`` gives."""
     return f"{path} holds more than tensors and plain values. If you trust it, pass {strategy}(weights_only=False). ({error})"
 
@@ -171,8 +185,3 @@ def _write_failure(error: Exception, target: Path) -> str:
     room = f"Its file system has {shutil.disk_usage(target.parent).free} bytes free. " if target.parent.is_dir() else ""
     kept = f"The newest good checkpoint is {str(last)!r}." if last else "There is no other good checkpoint beside it."
     return f"The checkpoint {target} was not written, and nothing of it was left behind: {error}. {room}{kept}"
-
-
-def find_directory(path: Path) -> Path | None:
-    """The folder of the checkpoint at ``path``; None where there is none of this package."""
-    return path if is_checkpoint(path) else None

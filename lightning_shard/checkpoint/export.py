@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.directory import SavedCheckpoint, open_directory
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.manifest import is_checkpoint, locate
 from lightning_shard.checkpoint.model_config import CONFIG
-from lightning_shard.checkpoint.read import MODEL
+from lightning_shard.checkpoint.read import CURRENT_ALIASES, CURRENT_STATE, MODEL
 from lightning_shard.checkpoint.single_file import require_whole_file, write_file
 from lightning_shard.checkpoint.write import ADAPTER, adapter_beside
 
@@ -102,7 +102,7 @@ def export_adapter(path: Path, target: Path, dtype: torch.dtype | None = None) -
         require_whole_file(located)
         source = adapter_beside(located)
     else:
-        source = open_checkpoint(path).path / ADAPTER
+        source = open_checkpoint(path).folder / ADAPTER
     if not source.is_dir():
         raise ValueError(f"{path} holds no adapter: it was trained in full. Use --to full.")
 
@@ -131,11 +131,11 @@ def export_full(path: Path, target: Path, dtype: torch.dtype | None = None, shar
     if target.suffix == ".ckpt":
         _lightning_file(saved, target, dtype)
         return
-    if (saved.path / ADAPTER).is_dir():
+    if (saved.folder / ADAPTER).is_dir():
         raise ValueError(
             f"{path} holds what was trained on a frozen base, not a whole model. Use --to merged, or adapter."
         )
-    config = saved.path / CONFIG
+    config = saved.folder / CONFIG
     if not config.is_dir():
         raise ValueError(
             f"{path} holds no transformers model that a Hugging Face folder could be made of. Give an --output that ends in "
@@ -160,7 +160,7 @@ def _lightning_file(saved: SavedCheckpoint, target: Path, dtype: torch.dtype | N
     state: dict[str, Any] = dict(saved.trainer["state_dict"])
     state.update({name.removeprefix(MODEL): cast(saved.tensors.read_whole(name), dtype) for name in names})
     state.update({alias: state[name] for alias, name in saved.trainer["aliases"].items()})
-    dropped = ("optimizer_states", "aliases", "lr_schedulers")
+    dropped = ("optimizer_states", "aliases", "lr_schedulers", "averaging_state", CURRENT_STATE, CURRENT_ALIASES)
     rest = {key: value for key, value in saved.trainer.items() if key not in dropped}
     write_file(to_bytes({**rest, "state_dict": state}), target)
 

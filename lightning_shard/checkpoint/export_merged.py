@@ -40,7 +40,7 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
         ValueError: when the checkpoint has no adapter, or the base is not the one it was trained on.
     """
     saved = open_checkpoint(path)
-    folder = saved.path / ADAPTER
+    folder = saved.folder / ADAPTER
     if not folder.is_dir():
         raise ValueError(f"{path} holds no adapter to merge: it was trained in full. Use --to full.")
     source = _base_folder(saved, base)

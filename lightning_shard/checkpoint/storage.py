@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_shard.checkpoint.errors import CheckpointError
+from lightning_shard.checkpoint.remote import AnyPath, RemotePath
 
 INDEX = "index.json"
 
 
-def write_tensors(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], folder: AnyPath, group: dist.ProcessGroup | None) -> None:
     """Write this rank's part of ``tensors`` (plain ones whole, DTensors their shards). Collective over ``group``."""
     with _as_plain_errors():
         save(
@@ -62,7 +63,13 @@ def _as_plain_errors() -> Iterator[None]:
 
 
 class _IndexedWriter(FileSystemWriter):
-    """torch's writer, every file fsynced, plus the index."""
+    """torch's writer, every local file fsynced, plus the index."""
+
+    def __init__(self, folder: AnyPath) -> None:
+        super().__init__(str(folder), sync_files=isinstance(folder, Path))
+        self._folder = folder
+        if isinstance(folder, RemotePath):
+            self.fs, self.path = folder.layer(), folder.url
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -73,7 +80,7 @@ class _IndexedWriter(FileSystemWriter):
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        write_synced(Path(self.path) / INDEX, json.dumps({"tensors": tensors}).encode())
+        write_whole(self._folder / INDEX, json.dumps({"tensors": tensors}).encode())
 
 
 def _describe(name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
@@ -102,8 +109,10 @@ class StoredTensors(FileSystemReader):
         CheckpointError: when the index is damaged or names a file outside the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: AnyPath) -> None:
+        super().__init__(str(folder))
+        if isinstance(folder, RemotePath):
+            self.fs, self.path = folder.layer(), folder.url
         self._index = folder / INDEX
         self._stored = _read_index(self._index)
 
@@ -151,7 +160,7 @@ class StoredTensors(FileSystemReader):
         return Metadata(described, storage_data=places, storage_meta=StorageMeta())
 
 
-def _read_index(file: Path) -> dict[str, Any]:
+def _read_index(file: AnyPath) -> dict[str, Any]:
     try:
         stored: dict[str, Any] = json.loads(file.read_bytes())["tensors"]
         files = {chunk["file"] for tensor in stored.values() for chunk in tensor["chunks"]}
@@ -161,7 +170,7 @@ def _read_index(file: Path) -> dict[str, Any]:
     return stored
 
 
-def require_inside(index: Path, names: Iterable[str]) -> None:
+def require_inside(index: AnyPath, names: Iterable[str]) -> None:
     """Raise CheckpointError where ``index`` names a file that would not lie below its own folder."""
     for name in names:
         path = PurePosixPath(name)
@@ -170,6 +179,14 @@ def require_inside(index: Path, names: Iterable[str]) -> None:
                 f"{index} names the file {name!r}, outside of its own folder. It was not written by this package: do not "
                 "load it."
             )
+
+
+def write_whole(file: AnyPath, data: bytes) -> None:
+    """Write a whole file; a remote one replaces an older one in one moment."""
+    if isinstance(file, RemotePath):
+        file.write_whole(data)
+    else:
+        write_synced(file, data)
 
 
 def write_synced(file: Path, data: bytes) -> None:

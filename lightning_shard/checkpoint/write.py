@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from lightning_shard.checkpoint.atomic import link
 from lightning_shard.checkpoint.background import Background, copy_to_host
 from lightning_shard.checkpoint.directory import Contents, remove_directory, save_directory, to_bytes
 from lightning_shard.checkpoint.errors import CheckpointError
+from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.checkpoint.model_config import config_writer
 from lightning_shard.checkpoint.module_state import split_values
 from lightning_shard.checkpoint.names import parameter_names
 from lightning_shard.checkpoint.optimizer_state import split_tensors
 from lightning_shard.checkpoint.options import SaveOptions
-from lightning_shard.checkpoint.read import MODEL
+from lightning_shard.checkpoint.read import CURRENT, CURRENT_ALIASES, CURRENT_STATE, MODEL
+from lightning_shard.checkpoint.remote import RemotePath, is_remote
+from lightning_shard.checkpoint.remote_save import put_all, remove_remote, save_remote
 from lightning_shard.checkpoint.single_file import write_file
 from lightning_shard.parallelize.together import on_all_ranks, rank_in, size_of
 
@@ -80,7 +84,7 @@ class Saver:
             self._background.join(GRACE_S)
             self._background = None
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: str) -> None:
         """Remove an older checkpoint once the newest is complete. The first rank does it."""
         if rank_in(self._group) == 0:
             self._after_save(lambda: self._remove(path))
@@ -98,13 +102,24 @@ class Saver:
         else:
             action()
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, name: str) -> None:
+        if is_remote(name):
+            self._remove_remote(RemotePath(name))
+            return
+        path = Path(name)
         if path.is_dir() and not path.is_symlink():
             remove_directory(path)
         else:
             self._files.remove_checkpoint(path)
             if (beside := adapter_beside(path)).is_dir():
                 remove_directory(beside)
+
+    def _remove_remote(self, path: RemotePath) -> None:
+        if is_checkpoint(path):
+            remove_remote(path)
+        else:
+            self._files.remove_checkpoint(path.url)
+            (path.parent / adapter_beside(Path(path.name)).name).remove()
 
     def _settle(self, job: Callable[[], None]) -> None:
         self._failed = True
@@ -120,14 +135,15 @@ class Saver:
     def _folder(
         self, checkpoint: dict[str, Any], path: str, root: nn.Module, storage_options: Any
     ) -> Callable[[], None]:
-        if "://" in path or storage_options is not None:
+        if storage_options is not None and not is_remote(path):
             raise ValueError(
-                f"{path}: a checkpoint folder is written to a file system that all ranks see. For remote storage choose "
-                "checkpoint_format='file'."
+                f"{path}: storage_options are for remote storage, which a path names by its protocol (s3://)."
             )
         first = rank_in(self._group) == 0
         tensors, aliases, rest = split_values(checkpoint["state_dict"])
         stored = {MODEL + name: value for name, value in tensors.items()}
+        trained, trained_aliases, trained_rest = split_values(checkpoint.get(CURRENT_STATE, {}))
+        stored.update({CURRENT + name: value for name, value in trained.items()})
         optimizers = []
         for number, state in enumerate(checkpoint.get("optimizer_states", ())):
             if "state" in state and "param_groups" in state and _is_named(state):
@@ -135,15 +151,29 @@ class Saver:
                 stored.update(of_optimizer)
             optimizers.append(state)
         trainer = {**checkpoint, "state_dict": rest, "aliases": aliases}
+        if CURRENT_STATE in checkpoint:
+            trainer.update({CURRENT_STATE: trained_rest, CURRENT_ALIASES: trained_aliases})
         if "optimizer_states" in checkpoint:
             trainer["optimizer_states"] = optimizers
         contents = Contents(
-            tensors=self._staged(self._mine(stored, {MODEL + name for name in parameter_names(root).values()})),
+            tensors=self._staged(self._mine(stored, set(parameter_names(root).values()))),
             trainer=to_bytes(trainer) if first else b"",
             plan=checkpoint[KEY]["plan"],
-            write_more=together(adapter_writer(root, ADAPTER, keep=first), config_writer(root)),
         )
-        return lambda: save_directory(contents, Path(path), self._group)
+        adapters = adapter_writer(root, ADAPTER, self._group, copy=self._options.async_save)
+        config = config_writer(root)
+
+        def job() -> None:
+            try:
+                whole = replace(contents, write_more=together(adapters(), config))
+            except Exception as error:
+                raise CheckpointError(f"The checkpoint {path} was not written: {error}") from error
+            if is_remote(path):
+                save_remote(whole, RemotePath(path, storage_options), self._group)
+            else:
+                save_directory(whole, Path(path), self._group)
+
+        return job
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host when they are written in the background: training goes on to change the originals."""
@@ -161,7 +191,8 @@ class Saver:
             if isinstance(value, DTensor):
                 mine[name] = value
                 continue
-            alike = name in parameters or not name.startswith(MODEL)
+            kind, _, inner = name.partition("/")
+            alike = f"{kind}/" not in (MODEL, CURRENT) or inner in parameters
             owner = loads.index(min(loads)) if alike else 0
             loads[owner] += value.numel() * value.element_size()
             if owner == me:
@@ -170,21 +201,24 @@ class Saver:
 
     def _file(self, checkpoint: dict[str, Any], path: str, root: nn.Module, storage_options: Any) -> Callable[[], None]:
         first = rank_in(self._group) == 0
-        beside = adapter_writer(root, adapter_beside(Path(path)).name, keep=first)
-        local = "://" not in path and storage_options is None and _writes_plain_files(self._files)
+        adapters = adapter_writer(root, adapter_beside(Path(path)).name, self._group, copy=self._options.async_save)
+        local = not is_remote(path) and storage_options is None and _writes_plain_files(self._files)
         data = to_bytes(checkpoint) if first and local else b""
 
-        def write() -> None:
+        def write(beside: Callable[[Path], None] | None) -> None:
             if first and local:
                 write_file(data, Path(path))
                 if beside is not None:
                     beside(Path(path).parent)
             elif first:
                 self._files.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                if beside is not None and is_remote(path):
+                    put_all(beside, RemotePath(path, storage_options).parent)
 
         def job() -> None:
             try:
-                on_all_ranks(write, self._group)
+                beside = adapters()
+                on_all_ranks(lambda: write(beside), self._group)
             except Exception as error:
                 raise CheckpointError(f"The checkpoint {path} was not written: {error}") from error
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import tempfile
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -11,12 +12,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(argv: list[str]) -> int:
     """Export one checkpoint."""
     arguments = _parser().parse_args(argv)
+    if "://" not in arguments.checkpoint:
+        return _export(arguments, Path(arguments.checkpoint))
+    from lightning_shard.checkpoint.remote import RemotePath
+
+    source = RemotePath(arguments.checkpoint)
+    if arguments.output is None or not source.is_dir():
+        raise ValueError(f"There is no checkpoint folder at {source}, or no --output says where to write it.")
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
+        source.fetch(Path(name, source.name))
+        return _export(arguments, Path(name, source.name))
+
+
+def _export(arguments: argparse.Namespace, source: Path) -> int:
     import torch
 
     from lightning_shard.checkpoint.export import export_adapter, export_full
     from lightning_shard.checkpoint.export_merged import export_merged
 
-    source: Path = arguments.checkpoint
     if not source.exists():
         raise ValueError(f"There is no checkpoint at {source}.")
     target: Path = arguments.output or source.with_name(f"{source.stem}-{arguments.to}")
@@ -35,7 +48,9 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-shard export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint that one of this package's strategies wrote")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint that one of this package's strategies wrote, by path or URL (s3://...)"
+    )
     parser.add_argument(
         "--to",
         required=True,

@@ -43,7 +43,11 @@ def check_callbacks(trainer: Trainer, *, sharded: bool) -> Iterator[Finding]:
 
 def check_checkpoints(trainer: Trainer, module: nn.Module) -> Iterator[Finding]:
     """Room for the checkpoints that the run's callbacks will write."""
-    checkpointing = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
+    checkpointing = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if "://" not in str(getattr(callback, "dirpath", None) or "://")
+    ]
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad) * MASTER_STATE_BYTES
     whole = trained + sum(p.numel() * p.element_size() for p in module.parameters() if not p.requires_grad)
     for callback in checkpointing:

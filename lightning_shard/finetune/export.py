@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.adapter_folder import gathered
+from lightning_shard.checkpoint.adapter_folder import gathered, name_plainly
 from lightning_shard.finetune.folders import whole_folder
 from lightning_shard.parallelize.together import on_all_ranks
 
@@ -29,7 +29,9 @@ def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
         if writes:
             with whole_folder(folder) as fresh:
                 model.save_pretrained(fresh, state_dict=state)
-                if not adapters:
+                if adapters:
+                    name_plainly(fresh)
+                else:
                     processor.save_pretrained(fresh)
 
     on_all_ranks(write)

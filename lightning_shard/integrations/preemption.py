@@ -101,17 +101,17 @@ class SaveOnPreemption(Callback):
         return self._channel.all_reduce([self._received], dist.ReduceOp.MAX)[0]
 
     def _leave(self, trainer: Trainer, number: int) -> None:
-        path = self._where(trainer) / CHECKPOINT_NAME
+        path = os.path.join(self._where(trainer), CHECKPOINT_NAME)
         trainer.save_checkpoint(path)
         queued = self._requeue and trainer.is_global_zero and requeue_job()
         queued = trainer.strategy.broadcast(queued)
         log.warning("Saved %s on signal %s at step %d.", path, signal.Signals(number).name, trainer.global_step)
         raise SystemExit(0 if queued else 128 + number)
 
-    def _where(self, trainer: Trainer) -> Path:
+    def _where(self, trainer: Trainer) -> str:
         callback: Any = trainer.checkpoint_callback
         folder = self._folder or getattr(callback, "dirpath", None) or trainer.default_root_dir
-        return Path(folder)
+        return str(folder)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

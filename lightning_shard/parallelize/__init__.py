@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_shard._compat.groups import new_group
 from lightning_shard.parallelize.agree import agree_on_start
 from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit, places_of, require_castable
 from lightning_shard.parallelize.compiling import compile_blocks
@@ -181,7 +181,7 @@ def average_gradients(parameters: list[nn.Parameter]) -> FlatGradients | None:
 
     In a group of its own: its order of calls then need not agree with that of FSDP's gathers.
     """
-    return FlatGradients(parameters, dist.new_group()) if parameters else None
+    return FlatGradients(parameters, new_group()) if parameters else None
 
 
 def bucket_bytes(module: nn.Module, plan: Plan) -> int:

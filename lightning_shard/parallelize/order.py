@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import in_backward, outside_modes
+from lightning_shard._compat.groups import new_group
 from lightning_shard.parallelize.together import gather
 
 END = -1
@@ -51,7 +52,7 @@ class HostChannel:
 
     def _gloo(self) -> Any:
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group("gloo")
         return self._group
 
 

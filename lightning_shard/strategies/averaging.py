@@ -31,7 +31,7 @@ def follow_layout(
         callbacks: of the trainer; those that average are found.
         root: laid out, at the start of a fit.
         rest: makes the parameters of ``root`` the shards, where they are gathered.
-        folders: whether checkpoints are folders, which hold one set of weights; a save says so then.
+        folders: whether checkpoints are folders, into which every rank writes its shards; a file has whole tensors.
 
     Raises:
         ValueError: for a copy that was made before ``configure_model`` built the module.
@@ -49,17 +49,9 @@ def follow_layout(
         if isinstance(copy, AveragedModel):
             _rest_first(copy, "update_parameters", rest)
             _load_both(callback, copy, root, rest)
-            if folders:
-                callback.on_save_checkpoint = partial(_refuse_folder, type(callback).__name__)
-        copy.state_dict = partial(_whole_state, copy)
+        if not folders:
+            copy.state_dict = partial(_whole_state, copy)
         copy.load_state_dict = partial(_load_whole_state, copy)
-
-
-def _refuse_folder(name: str, *_: Any) -> None:
-    raise ValueError(
-        f"{name} saves the average beside what trains, and a checkpoint folder of a sharded module holds one set of "
-        "weights. Pass checkpoint_format='file' to the strategy."
-    )
 
 
 def _whole_state(module: nn.Module) -> dict[str, Any]:
@@ -74,7 +66,7 @@ def _whole_state(module: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_whole_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load whole tensors, which every rank holds, into a module of any layout.
+    """Load tensors that are whole on every rank, or in the module's layout, into a module of any layout.
 
     Raises:
         RuntimeError: naming what is missing, or in excess.
@@ -87,7 +79,7 @@ def _load_whole_state(module: nn.Module, state: Mapping[str, Any]) -> None:
         )
     for name, value in own.items():
         whole = state[name].to(value.device)
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and not isinstance(whole, DTensor):
             whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
         value.copy_(whole)
 

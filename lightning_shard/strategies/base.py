@@ -1,6 +1,7 @@
 """One engine for every plan: Lightning's hooks, as thin as they can be."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
 from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset
+from lightning_shard._compat.groups import keep_timeout
 from lightning_shard._compat.sharded import compare_sharded_in_finetuning
 from lightning_shard._compat.trainer import take_over_links
 from lightning_shard.checkpoint.options import SaveOptions
@@ -45,6 +47,8 @@ from lightning_shard.strategies.steps import StepStrategy
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 START_TIMEOUT = timedelta(minutes=2)
 _LAID_OUT = "_lightning_shard_layout"
+
+log = logging.getLogger(__name__)
 
 
 class PlanStrategy(SizeSearchStrategy, StepStrategy):
@@ -309,7 +313,7 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
             shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
         if plan.tp > 1:  # innermost: neighbours, so that it stays inside a node
             shape, names = [*shape, plan.tp], [*names, "tp"]
-        self._mesh = init_device_mesh(self.root_device.type, tuple(shape), mesh_dim_names=tuple(names))
+        self._mesh = keep_timeout(init_device_mesh(self.root_device.type, tuple(shape), mesh_dim_names=tuple(names)))
         return self._mesh
 
     def _mixed_casts_follow_plan(self) -> None:
@@ -361,17 +365,20 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.forget_step()
         if self.sharded:
             add_advice(exception)
-        super().on_exception(exception)
+        super().on_exception(exception)  # first: the other ranks wait to hear of it
+        try:
+            self.forget_step()
+        except RuntimeError as error:  # it waits for gathers, and one of them may be what failed
+            log.warning("The module is left in the middle of a step; build a new one to train again. (%s)", error)
 
     def forget_step(self) -> None:
         """Forget gathers and reductions of a step that was broken off."""
-        if isinstance(self.model, FSDPModule):
-            fsdp_reset(self.model)
         if self._layout is not None and self._layout.replicated:
             self._layout.replicated.reset()
+        if isinstance(self.model, FSDPModule):
+            fsdp_reset(self.model)
 
     @override
     def teardown(self) -> None:

@@ -190,7 +190,7 @@ def _open(me: Peer, place: Place, deadline: float) -> Store:
     while True:
         left_s = max(1.0, deadline - time.monotonic())
         try:
-            return _within(left_s + LEAVE_S, partial(_connect, me, place, min(REMIND_S, left_s)))
+            return within(left_s + LEAVE_S, partial(_connect, me, place, min(REMIND_S, left_s)))
         except (dist.DistError, TimeoutError) as error:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
                 raise RuntimeError(
@@ -213,7 +213,7 @@ def _connect(me: Peer, place: Place, timeout_s: float) -> Store:
     )
 
 
-def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
+def within(timeout_s: float, make: Callable[[], Any]) -> Any:
     """What ``make`` returns or raises. A store waits without end for an answer from a program that is none, so this
     asks in a thread, which is left behind where the answer does not come.
     """

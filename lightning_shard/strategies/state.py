@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard._compat.groups import new_group
+from lightning_shard._compat.sharded import averaged_copy
 from lightning_shard.checkpoint.base import describe_base, require_same_base
 from lightning_shard.checkpoint.directory import SavedCheckpoint, open_directory, unpickling_remedy
 from lightning_shard.checkpoint.manifest import is_checkpoint, locate
@@ -17,7 +19,8 @@ from lightning_shard.checkpoint.module_state import load_state, named_values
 from lightning_shard.checkpoint.names import all_frozen_names, frozen_base_names
 from lightning_shard.checkpoint.optimizer_state import join_tensors, load_named_state, named_state
 from lightning_shard.checkpoint.options import SaveOptions
-from lightning_shard.checkpoint.read import read_module_values
+from lightning_shard.checkpoint.read import read_module_values, read_trained_values
+from lightning_shard.checkpoint.remote import AnyPath, RemotePath, is_remote
 from lightning_shard.checkpoint.single_file import gather_optimizer_state, gather_values, require_whole_file
 from lightning_shard.checkpoint.write import KEY, Saver
 from lightning_shard.parallelize.together import on_all_ranks
@@ -75,7 +78,7 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._savers().remove(Path(filepath))
+        self._savers().remove(str(filepath))
 
     def link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         """What ModelCheckpoint calls for ``save_last="link"``: in one moment, and only once the target is complete."""
@@ -114,7 +117,7 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
 
     def _writers(self) -> dist.ProcessGroup | None:
         if self._group is None and dist.is_initialized() and self.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group("gloo")
         return self._group
 
     def forget_groups(self) -> None:
@@ -125,6 +128,8 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
 
     def _left_out(self) -> set[str]:
         wanted = self._save_options.save_frozen
+        if any(averaged_copy(callback) is not None for callback in vars(self._root.trainer)["callbacks"]):
+            return set()  # Lightning's averaging callbacks load what trains strictly, the frozen base included
         if wanted is None:
             return frozen_base_names(self._root)
         return set() if wanted else all_frozen_names(self._root)
@@ -148,19 +153,20 @@ class PortableStateStrategy(ProgressStrategy, StoppableStrategy, LaidOutStrategy
         try:
             checkpoint = self._load(path, wanted)
         except UnpicklingError as error:
-            raise UnpicklingError(unpickling_remedy(Path(path), type(self).__name__, error)) from error
+            raise UnpicklingError(unpickling_remedy(path, type(self).__name__, error)) from error
         self.resume_from((checkpoint.get(KEY) or {}).get("ranks"))
         return checkpoint
 
     def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        folder = locate(Path(path)) if "://" not in path else None
+        folder: AnyPath = RemotePath(path) if is_remote(path) else locate(Path(path))
         self._opened = None
-        if folder is not None and (folder.is_dir() or is_checkpoint(folder)):
+        if is_checkpoint(folder) or (isinstance(folder, Path) and folder.is_dir()):
             self._rest()
             opened = self._opened = open_directory(folder, weights_only=weights_only, group=self._writers())
             values = on_all_ranks(lambda: read_module_values(opened, self._root), self._writers())
-            return {**opened.trainer, "state_dict": values}
-        if folder is not None:
+            trained = on_all_ranks(lambda: read_trained_values(opened, self._root), self._writers())
+            return {**opened.trainer, **trained, "state_dict": values}
+        if isinstance(folder, Path):
             require_whole_file(folder, self._writers())
         return on_all_ranks(
             lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only), self._writers()

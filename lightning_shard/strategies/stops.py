@@ -4,9 +4,10 @@ import logging
 import os
 import signal
 import threading
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard._compat import DDPStrategy, Trainer, TrainerFn
@@ -19,10 +20,13 @@ from lightning_shard._compat.trainer import (
     take_over_loop,
     take_over_signals,
 )
+from lightning_shard.strategies.meeting import launcher_hosts_store, within
 from lightning_shard.strategies.watch import Watch
 
 log = logging.getLogger(__name__)
 
+ANSWER_S = 5.0
+"""How long a rank that failed waits for what the store says of the others."""
 STOPPED = "last-stopped.ckpt"
 """The checkpoint of a run that was asked to stop; ``fit(ckpt_path="last")`` finds it by this name."""
 
@@ -66,19 +70,19 @@ class StoppableStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         watch = self._watch
         if watch is not None and not isinstance(exception, SIGTERMException):
-            watch.report_failure(exception)
             self._explain(watch, exception)
         self._end_watch()
         super().on_exception(exception)
 
     def _explain(self, watch: Watch, exception: BaseException) -> None:
         """Say what the error of a broken connection or a time-out does not: whose fault it was."""
-        failure = watch.first_failure()
-        notes = []
-        if failure is not None and failure[0] != self.global_rank:
-            notes.append(f"Rank {failure[0]} failed first: {failure[1]}")
-        for rank, silent_s, batch in watch.silent_ranks():
-            notes.append(f"Rank {rank} has not answered for {silent_s:.0f} s; it was at batch {batch} of this run.")
+        keeper = "The launcher, which keeps the ranks' store," if launcher_hosts_store() else "Rank 0"
+        try:
+            notes = within(ANSWER_S, partial(watch.explain, exception))
+        except TimeoutError:  # a store whose process is stopped answers nothing, not even that
+            notes = [f"{keeper} has not answered for {watch.unanswered_s():.0f} s."]
+        except (dist.DistError, ConnectionError):
+            notes = [f"{keeper} has ended: look at its output for the cause."]
         for note in notes:
             log.error(note)
             if hasattr(exception, "add_note"):
@@ -131,7 +135,7 @@ class StoppableStrategy(DDPStrategy):
         name = signal.Signals(number).name
         callbacks = model_checkpoints(trainer)
         if callbacks and not saves_on_exception(trainer):
-            path = Path(self.broadcast(os.path.join(str(callbacks[0].dirpath), STOPPED)))
+            path: str = self.broadcast(os.path.join(str(callbacks[0].dirpath), STOPPED))
             trainer.save_checkpoint(path)
             self.wait_for_save()
             if self.is_global_zero:

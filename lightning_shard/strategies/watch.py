@@ -24,6 +24,8 @@ LEAD_S = 0.2
 MAX_LEAD_S = 10.0
 SILENT_S = 5.0
 """After so long without one, a rank is called silent."""
+WORRY_S = 60.0
+"""After so long the rank before it says so, while the run still waits: some backends end a process without an error."""
 EXIT_GRACE_S = 5.0
 """How long a rank may still end by itself after another one failed."""
 
@@ -69,6 +71,9 @@ class Watch:
         self._started_s = 0.0
         self._refused = 0
         self._beaten = (0.0, 0)
+        self._moved_s = 0.0
+        """When this rank was last seen at a new batch."""
+        self._worried = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -133,6 +138,39 @@ class Watch:
                     found.append((rank, time.time() - float(when), int(batch)))
         return found
 
+    def explain(self, error: BaseException) -> list[str]:
+        """Report what ended this rank; what is known of others that the error itself does not say."""
+        self.report_failure(error)
+        failure = self.first_failure()
+        notes = []
+        if failure is not None and failure[0] != self._rank:
+            notes.append(f"Rank {failure[0]} failed first: {failure[1]}")
+        for rank, silent_s, batch in self.silent_ranks():
+            notes.append(f"Rank {rank} has not answered for {silent_s:.0f} s; it was at batch {batch} of this run.")
+        if not notes:
+            for rank, batch in self.ranks_behind():
+                notes.append(
+                    f"Rank {rank} is alive but still at batch {batch} of this run, and this rank waited for it at batch "
+                    f"{self._batch}: it may hang in its data, or in a hook."
+                )
+        return notes
+
+    def ranks_behind(self) -> list[tuple[int, int]]:
+        """Ranks that gave signs of life from an earlier batch while this one waited in its own: rank and batch."""
+        if self._store is None or time.time() - self._moved_s < 2 * BEAT_S:
+            return []
+        found = []
+        for rank in range(self._num_ranks):
+            if rank != self._rank and self._store.check([f"beat/{rank}"]):
+                when, batch = self._store.get(f"beat/{rank}").decode().split()
+                if float(when) > self._moved_s + BEAT_S and int(batch) < self._batch:
+                    found.append((rank, int(batch)))
+        return found
+
+    def unanswered_s(self) -> float:
+        """Seconds since the store last answered this rank."""
+        return time.time() - (self._beaten[0] or self._started_s)
+
     # --- the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -148,9 +186,25 @@ class Watch:
     def _beat(self) -> None:
         now, (before, batch) = time.time(), self._beaten
         if now - before >= BEAT_S:
-            self._pace = (self._batch - batch) / (now - before) if before else 0.0
-            self._beaten = now, self._batch
-            self._shared.set(f"beat/{self._rank}", f"{now} {self._batch}")
+            at = self._batch
+            self._pace = (at - batch) / (now - before) if before else 0.0
+            self._shared.set(f"beat/{self._rank}", f"{now} {at}")
+            if at != batch or not before:
+                self._moved_s = now
+            self._beaten = now, at
+            self._look_at_neighbour()
+
+    def _look_at_neighbour(self) -> None:
+        """Say it where the next rank is silent: one look per rank and beat, however many there are."""
+        rank = (self._rank + 1) % self._num_ranks
+        if not self._worried and self._shared.check([f"beat/{rank}"]):
+            when, batch = self._shared.get(f"beat/{rank}").decode().split()
+            if time.time() - float(when) > WORRY_S and not self._ended.is_set():
+                self._worried = True
+                sys.stderr.write(
+                    f"Rank {rank} has not answered for {WORRY_S:.0f} s; it was at batch {batch} of this run.\n"
+                )
+                sys.stderr.flush()
 
     def _look_for_failure(self) -> None:
         failure = self.first_failure()

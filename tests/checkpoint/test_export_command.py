@@ -80,6 +80,8 @@ def test_merged_is_bit_equal_to_pefts_own(method: str, dtype: torch.dtype, tmp_p
     base = base_folder(tmp_path / "base", dtype)
     checkpoint(base, tmp_path / "x.ckpt", METHODS[method], dtype)
     assert main(["export", str(tmp_path / "x.ckpt"), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
+    config = json.loads((tmp_path / "x.ckpt" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)  # G7
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     expected = PeftModel.from_pretrained(plain, tmp_path / "x.ckpt" / "adapter").merge_and_unload().state_dict()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -84,6 +84,7 @@ class WithPath(Regression):
 
 @pytest.mark.parametrize("form", ["directory", "file"])
 def test_what_needs_more_than_plain_values_is_refused_with_the_remedy(form: Any, tmp_path: Path) -> None:
+    """H9: a pathlib object needs the one-line remedy."""
     fit(WithPath(), ModelCheckpoint(tmp_path, "x"), strategy=TunedDDPStrategy(checkpoint_format=form), max_epochs=1)
     with pytest.raises(UnpicklingError, match=r"TunedDDPStrategy\(weights_only=False\)"):
         fit(WithPath(), ckpt=tmp_path / "x.ckpt")

@@ -45,6 +45,7 @@ def test_a_file_of_the_first_version_still_resumes(tmp_path: Path) -> None:
     ("before", "after"), [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
 )
 def test_compiled_or_not_before_and_after(before: bool, after: bool, form: Any, tmp_path: Path) -> None:
+    """H6, G4: all four, in both forms, and plain names in each."""
     make = {True: compiled_net, False: partial(block_net, 1)}
     trainer, _ = fit(make[before], 1, form=form)
     trainer.save_checkpoint(tmp_path / "x.ckpt")

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.regression import Regression, make_vectors
 from helpers.resuming import Losses
@@ -15,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_shard import FSDP2Strategy, TunedDDPStrategy
+from lightning_shard import FSDP2Strategy, Plan, TunedDDPStrategy
 from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.testing import count_collectives, run_ranks
 from lightning_shard.testing.parity import QUIET
@@ -68,6 +70,7 @@ def stop(make_strategy: Any, folder: Path, number: int, rank: int) -> tuple[Any,
     ids=["ddp-term-0", "fsdp2-term-1", "fsdp2-int-0"],
 )
 def test_all_ranks_stop_at_one_step_with_one_checkpoint(make: Any, number: int, rank: int, tmp_path: Path) -> None:
+    """J8: a signal to one rank only; exit code 143 or 130, and the file loads."""
     first, second = run_ranks(2, stop, make, tmp_path, number, rank)
     assert first == second
     assert first[0] == 128 + number
@@ -127,3 +130,26 @@ def test_slurm_requeues_once_and_the_run_goes_on_from_there(tmp_path: Path, monk
     losses = Losses()
     trainer(losses, steps=8).fit(Regression(), make_vectors(0, 1))
     assert len(losses.losses) == 5  # from step 3 on
+
+
+def timeouts_of_all_groups() -> list[float]:
+    """Of every process group that a run and its save make."""
+    from lightning_shard._compat.groups import collective_timeout
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), None)
+    assert collective_timeout() == timedelta(seconds=77)
+    before = set(dist.distributed_c10d._world.pg_map)
+    plans = [Plan(dp_replicate=2, dp_shard=2), Plan(dp_shard=4, adapters="replicated")]
+    for plan in plans:
+        trainer = Trainer(**QUIET, strategy=FSDP2Strategy(plan), devices=4, max_steps=1)
+        trainer.fit(Regression(), make_vectors(dist.get_rank(), 4))
+        trainer.strategy._writers()
+    made = set(dist.distributed_c10d._world.pg_map) - before
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+
+
+@pytest.mark.slow
+def test_every_group_has_the_strategys_timeout() -> None:
+    for timeouts in run_ranks(4, timeouts_of_all_groups):
+        assert len(timeouts) >= 6  # two axes, and for each plan the host's, the writers' and the replicas' own
+        assert set(timeouts) == {77.0}

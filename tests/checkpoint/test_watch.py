@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from lightning_shard import TunedDDPStrategy
+from lightning_shard.strategies import stops
 from lightning_shard.strategies import watch as watch_module
 from lightning_shard.strategies.watch import Watch
 
@@ -105,3 +107,61 @@ def test_failures_and_silence_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "SILENT_S", -1.0)
     ((rank, _, batch),) = one.silent_ranks()
     assert (rank, batch) == (1, 0)
+
+
+def test_a_rank_that_lives_but_stays_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DictStore()
+    one, two = Watch(store, 0, 2), Watch(store, 1, 2)
+    for batch in range(5):
+        one.at_batch()
+        if batch < 4:
+            two.at_batch()
+    one._beat()
+    assert one.ranks_behind() == []  # who moved a moment ago waits for nobody yet
+    one._moved_s -= 100
+    two._beat()
+    assert one.ranks_behind() == [(1, 4)]
+    (note,) = one.explain(RuntimeError("Timed out"))
+    assert "Rank 1 is alive but still at batch 4" in note
+
+
+def test_the_next_rank_is_watched_while_the_run_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = DictStore()
+    one, two = Watch(store, 0, 2), Watch(store, 1, 2)
+    two._beat()
+    one._beat()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(watch_module, "WORRY_S", -1.0)
+    for _ in range(2):
+        one._look_at_neighbour()
+    assert capsys.readouterr().err.count("Rank 1 has not answered") == 1  # once
+
+
+class StoppedStore(DictStore):
+    """Of a process that was stopped: no answer, ever."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait()
+        raise AssertionError
+
+
+class LostStore(DictStore):
+    """Of a process that has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError("closed")
+
+
+@pytest.mark.parametrize(
+    ("store", "told"), [(StoppedStore, "Rank 0 has not answered for"), (LostStore, "Rank 0 has ended")]
+)
+def test_the_keeper_of_the_store_is_named_without_waiting_for_it(
+    store: type[DictStore], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stops, "ANSWER_S", 0.2)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    strategy = TunedDDPStrategy()
+    strategy._explain(Watch(store(), 1, 2), RuntimeError("Timed out"))
+    assert told in caplog.text

@@ -1,6 +1,6 @@
 """A run with everything that a resume must restore: dropout, a shuffled loader, two parameter groups, a schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +91,7 @@ def losses_of(
     shuffle: bool = False,
     precision: Any = "32-true",
     seed: int = 11,
+    more_callbacks: Sequence[Callback] = (),
     **trainer_options: Any,
 ) -> tuple[list[float], list[float]]:
     """Losses of the steps of this run (global batches of 12 vectors), and the learning rates at its end."""
@@ -109,7 +110,7 @@ def losses_of(
         strategy=make_strategy(),
         devices=world_size,
         max_steps=steps,
-        callbacks=[losses, saver],
+        callbacks=[losses, saver, *more_callbacks],
     )
     loader = vectors(epoch * world_size, 12 // world_size, shuffle=shuffle)
     trainer.fit(Resumable(kind, dropout), loader, ckpt_path=ckpt)

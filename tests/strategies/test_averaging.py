@@ -12,12 +12,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_shard import FSDP2Strategy, TunedDDPStrategy
+from lightning_shard.checkpoint.storage import StoredTensors
 from lightning_shard.testing import run_ranks
 from lightning_shard.testing.parity import QUIET, trained_parameters
 
 LAYOUTS: dict[str, Any] = {
     "ddp": partial(TunedDDPStrategy, checkpoint_format="file"),
-    "fsdp2": partial(FSDP2Strategy, checkpoint_format="file"),
+    "ddp-folder": TunedDDPStrategy,
+    "fsdp2": FSDP2Strategy,
+    "fsdp2-file": partial(FSDP2Strategy, checkpoint_format="file"),
     "kept": partial(FSDP2Strategy, reshard_after_forward=False, checkpoint_format="file"),
     "replicated": partial(FSDP2Strategy, adapters="replicated", checkpoint_format="file"),
 }
@@ -42,8 +45,15 @@ def averaged(strategy: Any, folder: Path) -> dict[str, Any]:
         seen["val"].append(float(trainer.callback_metrics["val_loss"]))
         seen[f"after {epochs}"] = trained_parameters(module)
     if dist.get_rank() == 0:
-        seen["saved"] = torch.load(file, weights_only=True)["state_dict"]
+        seen["saved"] = saved_average(file)
     return seen
+
+
+def saved_average(path: Path) -> dict[str, torch.Tensor]:
+    if path.is_file():
+        return torch.load(path, weights_only=True)["state_dict"]
+    tensors = StoredTensors(path / "state")
+    return {name: tensors.read_whole(f"model/{name}") for name in Regression().state_dict()}
 
 
 class Saves(EMAWeightAveraging):
