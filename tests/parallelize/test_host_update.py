@@ -67,7 +67,12 @@ def test_the_update_reads_host_memory_and_the_optimizer_knows_the_parameters(lay
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [("one", "32-true"), ("ddp-2", "bf16-true"), ("fsdp2-2", "bf16-true"), ("fsdp2-2", "16-mixed")],
+    [
+        ("one", "32-true"),
+        ("ddp-2", "bf16-true"),
+        pytest.param("fsdp2-2", "bf16-true", marks=pytest.mark.slow),
+        ("fsdp2-2", "16-mixed"),
+    ],
 )
 def test_the_numbers_are_those_of_an_update_on_the_device(layout: str, precision: str) -> None:
     num_ranks, strategy = ON_HOST[layout]

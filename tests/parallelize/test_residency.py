@@ -38,7 +38,9 @@ def one_process(training: Training) -> RunResult:
 
 
 @pytest.mark.parametrize("training", ["lora", "full"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "on-the-host" in name else []) for name in PLANS]
+)
 def test_residency_keeps_the_numbers(name: str, training: Training) -> None:
     plan = PLANS[name]
     for result in run(plan.world_size, partial(FSDP2Strategy, plan), training, **ACCUMULATED):
