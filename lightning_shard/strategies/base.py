@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_shard._compat import Precision as PrecisionPlugin
 from lightning_shard._compat import Trainer, TrainerFn, fsdp_reset
-from lightning_shard._compat.groups import keep_timeout
 from lightning_shard._compat.sharded import compare_sharded_in_finetuning
 from lightning_shard._compat.trainer import take_over_links
 from lightning_shard.checkpoint.options import SaveOptions
@@ -39,6 +37,7 @@ from lightning_shard.strategies.checks import (
     require_script,
     require_trainable,
 )
+from lightning_shard.strategies.laid_out import make_mesh
 from lightning_shard.strategies.meeting import Place, launcher_hosts_store, meet, open_group
 from lightning_shard.strategies.peers import introduce
 from lightning_shard.strategies.precision import MasterMixedPrecision, ShardAwarePrecision, translate
@@ -92,7 +91,6 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
         self._start_timeout = start_timeout
         self._doctor = doctor
         self._save_options = save_options
-        self._mesh: DeviceMesh | None = None
         self._watched: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._seeded_with: int | None = None
@@ -250,7 +248,7 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
             plan,
             precision=self._shard_precision.meaning,
             device=self.root_device,
-            mesh=self._make_mesh(plan),
+            mesh=make_mesh(plan, self.root_device.type),
             seed=self.broadcast(torch.initial_seed()),
             before=before,
             forward_methods=self._forward_methods,
@@ -304,17 +302,6 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
         """What the user demanded to wait in host memory; the plan itself is not known when the ranks meet."""
         plan = self.fixed_plan()
         return "none" if plan is None else plan.offload
-
-    def _make_mesh(self, plan: Plan) -> DeviceMesh | None:
-        if plan.strategy == "ddp":
-            return None
-        shape, names = [plan.dp_shard], ["dp_shard"]
-        if plan.dp_replicate > 1:
-            shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
-        if plan.tp > 1:  # innermost: neighbours, so that it stays inside a node
-            shape, names = [*shape, plan.tp], [*names, "tp"]
-        self._mesh = keep_timeout(init_device_mesh(self.root_device.type, tuple(shape), mesh_dim_names=tuple(names)))
-        return self._mesh
 
     def _mixed_casts_follow_plan(self) -> None:
         if isinstance(self.precision_plugin, MasterMixedPrecision):

@@ -4,10 +4,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_shard._compat import DDP_SYNCS_BUFFERS, DDPStrategy, LightningModule
+from lightning_shard._compat.groups import keep_timeout
 from lightning_shard._compat.sharded import has_compiled_parts
 from lightning_shard.parallelize import Parallelized, bucket_bytes
 from lightning_shard.parallelize.shard import reshard_all
@@ -88,3 +90,15 @@ class LaidOutStrategy(DDPStrategy):
         if self._ddp_comm_hook is not None and isinstance(self.model, DistributedDataParallel):
             hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
             self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+
+def make_mesh(plan: Plan, device_type: str) -> DeviceMesh | None:
+    """The devices of a sharded plan, an axis each for its replicas, shards and tensor parallelism; else None."""
+    if plan.strategy == "ddp":
+        return None
+    shape, names = [plan.dp_shard], ["dp_shard"]
+    if plan.dp_replicate > 1:
+        shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
+    if plan.tp > 1:  # innermost: neighbours, so that it stays inside a node
+        shape, names = [*shape, plan.tp], [*names, "tp"]
+    return keep_timeout(init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names)))

@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_folder_is_whole import contents, damage, files_of
+from test_stopping import stop
 
+from lightning_shard import FSDP2Strategy, TunedDDPStrategy
 from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint.directory import Contents, open_directory, save_directory, to_bytes
 from lightning_shard.checkpoint.errors import CheckpointError
@@ -204,6 +206,24 @@ def test_who_failed_is_named_and_the_others_end(
     record(
         f"a rank that ends in {'silence' if fault == STOP else 'an exception'}, not named", 2 if fault == STOP else 1, 0
     )
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_with_one_checkpoint(tmp_path: Path) -> None:
+    """J8, counted: exit code 143 or 130 on both ranks, and the run goes on from what was saved."""
+    tries = [
+        (strategy, number, rank)
+        for strategy in (TunedDDPStrategy, FSDP2Strategy)
+        for number in (signal.SIGTERM, signal.SIGINT)
+        for rank in (0, 1)
+    ]
+    losses = 0
+    for index, (strategy, number, rank) in enumerate(tries):
+        (tmp_path / str(index)).mkdir()
+        first, second = run_ranks(2, stop, strategy, tmp_path / str(index), number, rank)
+        together = first == second and first[0] == 128 + number and len(first[2]) == 2
+        losses += not (together and is_checkpoint(tmp_path / str(index) / "last-stopped.ckpt"))
+    record("a signal to one rank, not stopped together", len(tries), losses)
+    assert losses == 0
 
 
 def end_session(leader: int) -> None:
