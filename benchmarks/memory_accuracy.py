@@ -14,7 +14,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a script: the folder above is where the benchmarks are imported from
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks import memory_measured
+from benchmarks import litgpt_step, memory_measured
 from benchmarks.estimators import peer_estimate
 from benchmarks.options import Options, Row
 from benchmarks.published import Models, Published, plan, published
@@ -29,6 +29,8 @@ def run(options: Options) -> Iterator[list[Row]]:
         yield from memory_measured.run(options)
         return
     rows = []
+    if options.simulate and litgpt_step.litgpt_version() is None:
+        print(f"{litgpt_step.MISSING}: the steps of its {len(litgpt_step.jobs())} rows are left out")
     with Models() as models:
         every = published()[:2] if options.smallest else published()
         for each in every:
@@ -73,6 +75,7 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
             "simulated_device_gb": simulated["device_bytes"] / GB,
             "simulated_s": time.perf_counter() - start,
         }
+        row |= _with_the_code_that_ran(each, row)
     folder = models.folder(each.model)
     if folder is not None:
         devices = answer["decision"]["plan"]
@@ -84,6 +87,17 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
             "deepspeed": peers.deepspeed,
         }
     return row
+
+
+def _with_the_code_that_ran(each: Published, row: Row) -> Row:
+    """Simulated with litgpt's own step where litgpt ran; the other jobs ran transformers' model, as ``--simulate`` does."""
+    job = litgpt_step.jobs().get(each.id)
+    if job is None:
+        return {"matching_gb": row["simulated_gb"], "matching": "transformers"}
+    version = litgpt_step.litgpt_version()
+    if version is None:
+        return {}
+    return {"matching_gb": litgpt_step.simulated(job).allocated_bytes / GB, "matching": f"litgpt {version}"}
 
 
 AT_REST = ("frozen_weights", "trained_weights", "optimizer_state")
@@ -110,7 +124,7 @@ def errors(rows: list[Row], name: str, measured: str = "measured_gb", *, all_row
 
 def _line(row: Row) -> str:
     parts = [f"{row['case']:<48} measured {row['measured_gb']:7.2f} GB"]
-    for name in ("predicted_gb", "simulated_gb"):
+    for name in ("predicted_gb", "simulated_gb", "matching_gb"):
         if name in row:
             parts.append(f"{name.removesuffix('_gb')} {row[name]:7.2f} ({error(row, name):+6.1%})")
     if "fits" in row:
@@ -119,7 +133,7 @@ def _line(row: Row) -> str:
 
 
 def _summary(rows: list[Row]) -> None:
-    for name in ("predicted_gb", "simulated_gb"):
+    for name in ("predicted_gb", "simulated_gb", "matching_gb"):
         found = errors(rows, name)
         if found:
             print(f"{name}: median {statistics.median(found):.1%}, worst {max(found):.1%} of {len(found)} rows counted")
@@ -140,7 +154,7 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def _accuracy(rows: list[Row]) -> str:
-    columns = ["run", "measured", "plan", "error", "simulated", "error", "ran, and the plan says"]
+    columns = ["run", "measured", "plan", "error", "simulated", "error", "the code that ran", "error", "the plan says"]
     body = [
         [
             row["case"],
@@ -149,6 +163,8 @@ def _accuracy(rows: list[Row]) -> str:
             _percent(error(row, "predicted_gb")),
             _gb(row, "simulated_gb"),
             _percent(error(row, "simulated_gb")),
+            _gb(row, "matching_gb"),
+            _percent(error(row, "matching_gb")),
             "fits" if row["fits"] else "**does not fit**",
         ]
         for row in rows
@@ -159,6 +175,7 @@ def _accuracy(rows: list[Row]) -> str:
 TOOLS = (
     ("`lightning-shard plan`", "predicted_gb", lambda row: True),
     ("`lightning-shard plan --simulate`", "simulated_gb", lambda row: True),
+    ("simulated with the code that ran", "matching_gb", lambda row: True),
     ("`accelerate estimate-memory`, full training", "accelerate_gb", lambda row: "lora" not in row["case"]),
     ("`accelerate estimate-memory`, LoRA (which it does not know)", "accelerate_gb", lambda row: "lora" in row["case"]),
     ("DeepSpeed ZeRO-2, full training", "zero2_gb", lambda row: "lora" not in row["case"]),

@@ -13,7 +13,7 @@ from benchmarks.options import Options, Row
 
 HERE = Path(__file__).parent
 RESULTS = str(HERE / "results")
-PACKAGES = ("torch", "lightning", "transformers", "peft", "accelerate", "deepspeed")
+PACKAGES = ("torch", "lightning", "transformers", "peft", "accelerate", "deepspeed", "litgpt")
 
 
 def save(name: str, rows: list[Row], options: Options, folder: str) -> None:

@@ -1,14 +1,16 @@
 """The arithmetic of the benchmarks, and that what is checked in is whole."""
 
+import csv
 from pathlib import Path
 
 import pytest
 
 from benchmarks.compare import losses_agree
 from benchmarks.estimators import published_formula
+from benchmarks.litgpt_step import jobs
 from benchmarks.memory_accuracy import impossible
 from benchmarks.options import NAMES, Options
-from benchmarks.published import published
+from benchmarks.published import HERE, published
 from benchmarks.report import README, write_tables
 from benchmarks.results import read, save
 from benchmarks.stats import ratio, spread
@@ -43,6 +45,24 @@ def test_every_published_row_is_told() -> None:
     assert len(rows) == 39
     assert sum(not row.left_out for row in rows) == 23
     assert all(row.arguments or row.left_out for row in rows)
+
+
+def test_litgpts_rows_are_told_as_they_ran() -> None:
+    """Every counted row of litgpt has a job, with the sizes, rank and precision that the published row states."""
+    counted = {row.id for row in published() if not row.left_out and "litgpt" in row.source}
+    told = jobs()
+    assert told.keys() == counted
+    with (HERE / "published.csv").open(newline="") as lines:
+        rows = {row["id"]: row for row in csv.DictReader(lines)}
+    for name, job in told.items():
+        row = rows[name]
+        assert (job.seq_len, job.micro_batch_size) == (int(row["seq_len"]), int(row["micro_batch"]))
+        assert row["precision"].startswith(job.precision)
+        assert (job.lora is None) == (row["method"] == "full")
+        if job.lora is not None:
+            assert f"r{job.lora['lora_r']} " in row["method"]
+            assert f"dropout {job.lora['lora_dropout']}" in row["method"]
+            assert ("all+head" in row["method"]) == job.lora.get("lora_head", False)
 
 
 def test_figures_below_their_own_floor_are_refused() -> None:
