@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 

@@ -165,7 +165,7 @@ def _accuracy(rows: list[Row]) -> str:
             _percent(error(row, "simulated_gb")),
             _gb(row, "matching_gb"),
             _percent(error(row, "matching_gb")),
-            "fits" if row["fits"] else "**does not fit**",
+            _verdict(row),
         ]
         for row in rows
     ]
@@ -216,10 +216,14 @@ def _both(row: Row, name: str) -> tuple[str, str]:
 def _left_out(rows: list[Row]) -> str:
     body = [
         [row["case"], row["metric"].removesuffix("_bytes"), _gb(row, "measured_gb"), _gb(row, "predicted_gb"),
-         _percent(error(row, "predicted_gb")), row["left_out"]]
+         _percent(error(row, "predicted_gb")), _verdict(row) if "fits" in row else "-", row["left_out"]]
         for row in rows
     ]  # fmt: skip
-    return table(["run", "metric", "measured", "plan", "error", "why not counted"], body)
+    return table(["run", "metric", "measured", "plan", "error", "the plan says", "why not counted"], body)
+
+
+def _verdict(row: Row) -> str:
+    return "fits" if row["fits"] else "**does not fit**"
 
 
 def _gb(row: Row, name: str) -> str:

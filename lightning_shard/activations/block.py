@@ -45,15 +45,20 @@ class BlockActivations:
 
 
 def block_activations(
-    model: ModelSpec, unit: UnitSpec, train: TrainSpec, *, autocast: bool = False
+    model: ModelSpec, unit: UnitSpec, train: TrainSpec, *, autocast: bool = False, compiled: bool = False
 ) -> BlockActivations:
-    """The activations of one repetition of a block; ``autocast`` where FP32 weights compute under it."""
+    """The activations of one repetition of a block; ``autocast`` where FP32 weights compute under it.
+
+    A ``compiled`` block makes its element-wise results again in backward: it keeps what products and attention read and
+    return, the residual stream, and a statistic per row of each norm (torch's min-cut partitioner, which never repeats
+    a product and keeps what a product of the backward reads). Eager scores and routed experts count as without it.
+    """
     c = compute_bytes(train, unit)
     arch = model.architecture
     tokens = num_tokens(model, train)
     if arch is None or not any(use.reads != "other" for use in find_linears(unit).uses):
         return _coarse(unit, c, tokens)
-    setting = dataclasses.replace(_setting(model, unit, train, c), autocast=autocast)
+    setting = dataclasses.replace(_setting(model, unit, train, c), autocast=autocast, compiled=compiled)
     tape = saved_by_block(arch, unit, setting)
     return BlockActivations(
         kept_bytes=tape.total(tokens),
@@ -149,11 +154,14 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
 
 def _selective(arch: Architecture, setting: Setting) -> int:
     """Bytes per token of what the selective policy keeps: the fused attention's output with its statistic, and of
-    the matrix products, in their order, the first, third and so on (an adapted layer has three).
+    the matrix products, in their order, the first, third and so on (an adapted layer has three). Compiled, not those
+    that only the block's own result is made of: no gradient needs them.
     """
     products: list[int] = []
     for use in setting.linears.uses:
-        products += [use.num_out, *([use.rank, use.num_out] if use.rank else [])]
+        last = use.reads == "mlp_mid" or (use.reads == "attention_out" and arch.parallel_block)
+        num_out = 0 if setting.compiled and last and arch.norm_placement == "pre" else use.num_out
+        products += [num_out, *([use.rank, num_out] if use.rank else [])]
     if setting.eager:  # scores and their sum are products of their own
         return setting.compute_bytes * sum(products[::2])
     return setting.compute_bytes * (sum(products[::2]) + arch.heads * arch.head_dim) + 4 * arch.heads
@@ -177,7 +185,7 @@ def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, to
         after += c * middle - int(_last_operand(arch, setting, tape))
     products = _products(unit, int(after * tokens) + fixed, c * (arch.hidden + middle) * tokens + fixed)
     products += _wide_adapter(arch, setting, tokens)
-    if not arch.norm.startswith("rms"):
+    if not arch.norm.startswith("rms") or setting.compiled:  # compiled, a norm's backward is one kernel
         return products
     # FP32 gradients of the normed input, its square and its mean beside the residual's gradient.
     norm = setting.stream_bytes * arch.hidden + NORM_GRADIENTS * 4 * arch.hidden

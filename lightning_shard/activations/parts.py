@@ -17,6 +17,9 @@ _INDEX = 8
 
 def norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str) -> None:
     """One normalisation over the hidden size; ``reads`` names its input."""
+    if setting.compiled:
+        _compiled_norm(tape, arch, setting, name, reads)
+        return
     if arch.norm == "layer":  # native_layer_norm: its input, mean and reciprocal deviation
         tape.keep(reads, setting.stream_bytes * arch.hidden)
         tape.keep(f"{name} statistics", 2 * _STATISTIC)
@@ -30,12 +33,27 @@ def _rms(
     """RMSNorm as transformers writes it: of ``c``-byte elements it keeps the input in FP32, the root of each row, and
     what the weight is multiplied with.
     """
-    tape.keep(reads if c == 4 else f"{reads} in fp32", 4 * width)
     tape.keep(f"{name} root", _STATISTIC * rows)
+    if setting.compiled:
+        tape.keep(reads, c * width)
+        return
+    tape.keep(reads if c == 4 else f"{reads} in fp32", 4 * width)
     if arch.norm == "rms-t5":
         tape.keep(reads, c * width)
     if setting.norms_train:
         tape.keep(f"{name} normed", (4 if arch.norm == "rms-fp32" else c) * width)
+
+
+def _compiled_norm(tape: Tape, arch: Architecture, setting: Setting, name: str, reads: str) -> None:
+    """A compiled norm keeps its rows' statistics and what its input can be made from again: of the sum of the block's
+    input and the attention's branch, that branch, which a norm after it has kept already.
+    """
+    statistics = 2 if arch.norm == "layer" else 1
+    tape.keep(f"{name} {'statistics' if statistics == 2 else 'root'}", statistics * _STATISTIC)
+    if reads != "second residual":
+        tape.keep(reads, setting.stream_bytes * arch.hidden)
+    elif arch.norm_placement not in ("both", "branch"):
+        tape.keep(reads, setting.compute_bytes * arch.hidden)
 
 
 def attention(tape: Tape, arch: Architecture, setting: Setting, *, cross: bool = False) -> None:
@@ -58,7 +76,8 @@ def attention(tape: Tape, arch: Architecture, setting: Setting, *, cross: bool =
         _scores(tape, arch, setting, name)
     else:
         tape.keep(f"{name} projection", c * _projection_views(arch, q, kv))
-        tape.keep(f"{name} output" if arch.rotary_joins else outputs, c * q)
+        copied = arch.rotary_joins and not setting.compiled
+        tape.keep(f"{name} output" if copied else outputs, c * q)
         tape.keep(f"{name} log-sum-exp", _STATISTIC * arch.heads)
         if arch.norm == "rms-t5" and not cross:  # each layer makes its own copy of the learned position bias
             tape.keep(f"{name} bias", c * arch.heads * setting.seq_len)
@@ -99,14 +118,17 @@ def mlp(tape: Tape, arch: Architecture, setting: Setting, *, ffn: int) -> None:
     activated = "mlp activated"
     if arch.gated_mlp:
         tape.keep("mlp gate", c * ffn)
-        tape.keep(activated, c * ffn)
+        tape.keep(activated, 0 if setting.compiled else c * ffn)
         tape.keep("mlp up", c * ffn)
     elif arch.activation == "relu":  # keeps its output, which the next layer reads
         activated = "mlp_mid"
         tape.keep("mlp relu" if _drops_inside(arch, setting) else activated, c * ffn)
     else:
-        tape.keep("mlp up", (setting.stream_bytes if arch.activation in _COMPOSED_GELU else c) * ffn)
-    if arch.activation in _COMPOSED_GELU:  # under autocast the power, and so the tanh, are FP32
+        wide = arch.activation in _COMPOSED_GELU and not setting.compiled
+        tape.keep("mlp up", (setting.stream_bytes if wide else c) * ffn)
+    if (
+        arch.activation in _COMPOSED_GELU and not setting.compiled
+    ):  # under autocast the power, and so the tanh, are FP32
         tape.keep("mlp gelu parts", (c + 2 * setting.stream_bytes) * ffn)
     if _drops_inside(arch, setting):
         tape.keep("mlp dropout mask", ffn)

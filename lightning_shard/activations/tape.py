@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from lightning_shard.activations.linears import Input, LinearUses
+from lightning_shard.specs.sizes import allocated_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,8 @@ class Setting:
     layer casts what it reads for itself."""
     seq_len: int = 1
     eager: bool = False
+    compiled: bool = False
+    """The block is compiled: element-wise results are made again in backward, unless a product reads them there."""
 
     @property
     def stream_bytes(self) -> int:
@@ -51,7 +54,8 @@ class Tape:
 
     def total(self, tokens: int) -> int:
         """Bytes of one block for so many tokens."""
-        return int(self.bytes_per_token * tokens) + sum(self.once.values())
+        sizes = (*(int(size * tokens) for size in self.kept.values()), *self.once.values())
+        return sum(map(allocated_bytes, sizes))
 
     @property
     def bytes_per_token(self) -> float:
@@ -63,12 +67,12 @@ class Tape:
 
         A trained weight needs its input once, whoever shares it. An adapter's ``lora_A`` needs it too: the
         shared tensor where nothing changes it on the way, else a copy of its own, (masked by dropout, with
-        a one-byte mask; or cast to FP32). ``lora_B`` needs the rank-sized product.
+        a one-byte mask; or cast to FP32). ``lora_B`` needs the rank-sized product. Compiled, equal casts are one.
         """
         c = setting.compute_bytes
         for use in setting.linears.reading(source):
             if use.trained:
-                alone = setting.autocast and source in _FROM_NORMS
+                alone = setting.autocast and source in _FROM_NORMS and not setting.compiled
                 self.keep(f"{use.name} cast input" if alone else source, c * width)
             if not use.rank:
                 continue
@@ -76,8 +80,9 @@ class Tape:
             if setting.adapter_dropout:
                 self.keep(f"{use.name} masked input", own * use.num_in)
                 self.keep(f"{use.name} dropout mask", use.num_in)
-            elif own != c or setting.autocast:
-                self.keep(f"{use.name} cast input", own * use.num_in)
+            elif own != c or (setting.autocast and not setting.compiled):
+                name = f"{source} in fp32" if setting.compiled else f"{use.name} cast input"
+                self.keep(name, own * use.num_in)
             else:
                 self.keep(source, c * width)
             self.keep(f"{use.name} lora_A output", own * use.rank)

@@ -126,10 +126,12 @@ def _not_modelled(s: Situation) -> tuple[str, ...]:
     if s.updates_on_host:
         notes.append("host memory for what is offloaded is not checked")
     if s.plan.compile:
-        notes.append("torch.compile usually needs less memory than this eager estimate")
+        notes.append("compiled blocks: eager attention and routed experts are counted as without the compiler")
     if s.train.precision == "bf16-mixed" and not s.sharded:
         notes.append("autocast's own copies are counted as one compute copy of each weight")
     arch = s.model.architecture
+    if arch is not None and arch.attention_softcap and s.train.attention != "eager":
+        notes.append("attention scores are capped, which no fused kernel does: they are counted as eager attention's")
     if arch is not None and arch.experts:
         notes.append("tokens are taken as evenly routed over experts")
     return tuple(notes)

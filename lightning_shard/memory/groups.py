@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, Precision, TensorSpec, UnitSpec, dtype_bytes
+from lightning_shard.specs.sizes import allocated_bytes
 from lightning_shard.specs.split import rank_unit
 
 BIG_LEAF_SHARE = 0.25
@@ -125,12 +126,13 @@ def _weigh(unit: UnitSpec, kind: str, precision: Precision, plan: Plan, *, resid
         alone = plan.adapters == "replicated" if tensor.trainable else resident
         gathered = plan.strategy == "fsdp2" and not alone
         shard = shard_numel(tensor, plan.dp_shard, by_rows=plan.tp > 1) if gathered else tensor.numel
-        sums["trained" if tensor.trainable else "frozen"] += shard * tensor.element_bytes
+        sums["trained" if tensor.trainable else "frozen"] += allocated_bytes(shard * tensor.element_bytes)
         if gathered:
             sums["gathered"] += tensor.numel * element
         elif element != tensor.element_bytes and _is_cast(tensor, autocast=is_autocast(precision, plan)):
-            sums["copied"] += tensor.numel
-            sums["cached"] += tensor.numel if tensor.trainable else 0
+            numel = allocated_bytes(tensor.numel * element) // element
+            sums["copied"] += numel
+            sums["cached"] += numel if tensor.trainable else 0
         if not tensor.trainable:
             continue
         sums["largest"] = max(sums["largest"], tensor.numel)

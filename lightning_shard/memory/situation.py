@@ -118,6 +118,17 @@ class Situation:
         return self.blocks[-1] if self.blocks else None
 
     @property
+    def before_last(self) -> bool:
+        """Whether the fullest of the first blocks' backwards is the last but one, which prefetches the first block's
+        weights and still has its activations, rather than the first block's own, which has one more gradient.
+        """
+        if not (self.sharded and self.plan.dp_shard > 1 and self.model.num_blocks > 1 and self.bottom):
+            return False
+        kept = self.bottom.recomputing_bytes if self.bottom.recomputing else self.bottom.activations.kept_bytes
+        ahead = self.plan.prefetch * self.one("gathered_bytes", "block")
+        return ahead + kept >= self.master_bytes * self.one("trained_numel", "block")
+
+    @property
     def bottom(self) -> Block | None:
         """The first block."""
         return self.blocks[0] if self.blocks else None
@@ -163,7 +174,8 @@ def _blocks(model: ModelSpec, train: TrainSpec, plan: Plan, groups: tuple[Group,
     for group in (group for group in groups if group.kind == "block"):
         recomputing = min(left, group.count)
         left -= recomputing
-        activations = block_activations(model, group.unit, train, autocast=uses_autocast(train, plan))
+        autocast = uses_autocast(train, plan)
+        activations = block_activations(model, group.unit, train, autocast=autocast, compiled=plan.compile)
         first = not blocks and not input_needs_gradient(model) and not recomputing
         blocks.append(
             Block(

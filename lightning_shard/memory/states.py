@@ -69,6 +69,7 @@ def _reduced_numel(s: Situation, moment: Moment) -> int:
         done += s.one("trained_numel", "block")
     if moment in (Moment.BLOCK_END, Moment.BOTTOM):  # all but the first block's own
         done += s.total("trained_numel", "block") - s.one("trained_numel", "block")
+        done -= s.one("trained_numel", "block") if moment is Moment.BOTTOM and s.before_last else 0
     if moment in _BLOCKS_DONE:
         done += s.total("trained_numel", "block")
     if moment is Moment.EMBEDDING:

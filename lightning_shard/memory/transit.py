@@ -34,7 +34,8 @@ def gathered_weights(s: Situation, moment: Moment) -> int:
     if moment is Moment.TOP_REDUCE:
         return root + max(ahead, _kept(s) - block)
     if moment in (Moment.BLOCK_END, Moment.BOTTOM):
-        return root + block + (ahead if s.model.num_blocks > 1 else 0)
+        prefetches = s.before_last if moment is Moment.BOTTOM else s.model.num_blocks > 1
+        return root + block + (ahead if prefetches else 0)
     embedding = s.total("gathered_bytes", "embedding") if s.plan.reshard_after_forward is False else 0
     return root + embedding
 
@@ -164,7 +165,8 @@ def activations(s: Situation, moment: Moment) -> int:
     if moment is Moment.BLOCK_END and s.bottom:
         return _run(1, int(s.bottom.recomputing > 0), s.bottom)
     if moment is Moment.BOTTOM and s.bottom:
-        return s.bottom.activations.kept_bytes + (s.bottom.activations.input_bytes if s.bottom.recomputing else 0)
+        kept = s.bottom.activations.kept_bytes + (s.bottom.activations.input_bytes if s.bottom.recomputing else 0)
+        return kept + (_run(1, int(s.bottom.recomputing > 0), s.bottom) if s.before_last else 0)
     return 0
 
 

@@ -9,7 +9,7 @@ from lightning_shard.planner.advice import Surroundings, what_helps
 from lightning_shard.planner.checklist import checklist
 from lightning_shard.planner.considered import Considered, estimate, inject
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
-from lightning_shard.planner.grid import check_pins, simplicity
+from lightning_shard.planner.grid import check_pins, simplicity, why_not_resident
 from lightning_shard.planner.search import Search
 from lightning_shard.specs import ModelSpec, TrainSpec, format_bytes
 
@@ -60,6 +60,9 @@ def choose(
     check_pins(pin)
     model = inject(model, train)
     _check_names(model, pin)
+    refusal = why_not_resident(model, train)
+    if pin.get("resident_blocks") and refusal is not None:
+        raise ValueError(f"pin resident_blocks={pin['resident_blocks']!r} cannot be carried out: {refusal}.")
     limit = usable_bytes(cluster.capacity_bytes, headroom)
     found = Search(model, train, cluster, limit, pin).run()
     best = _best(found, limit)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_shard.hardware import Cluster
 from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
-from lightning_shard.specs import ModelSpec
+from lightning_shard.specs import ModelSpec, TrainSpec
 from lightning_shard.specs.split import why_not_split
 
 PINNABLE: dict[str, tuple[Any, ...]] = {
@@ -85,6 +85,27 @@ def why_not_tp(model: ModelSpec, cluster: Cluster, tp: int, pin: Mapping[str, An
         if name in pin and pin[name] not in allowed:
             return f"{name}={pin[name]!r} does not go with tensor parallelism, leave that pin out"
     return why_not_split(model, tp)
+
+
+def why_not_resident(model: ModelSpec, train: TrainSpec) -> str | None:
+    """Why no block can be kept whole on every rank; None when it can.
+
+    A resident block is cast for every forward where the compute type is not the stored one. peft's adapters on bare
+    parameters (stacked experts and their router) take the parameter's place, where no cast would be read.
+    """
+    row = train.precision_row
+    if model.architecture is None or not model.architecture.experts or not row.compute_dtype:
+        return None
+    tensors = [tensor for unit, tensor in model.tensors() if unit.kind == "block"]
+    bare = any(tensor.adapter and ("experts" in tensor.name or ".gate." in tensor.name) for tensor in tensors)
+    stored = {row.frozen_dtype or tensor.dtype for tensor in tensors if not tensor.adapter}
+    if not bare or stored == {row.compute_dtype}:
+        return None
+    return (
+        f"the adapters of bare expert weights exclude the casts to {row.compute_dtype} that resident blocks need under "
+        f"precision={train.precision!r}; use precision='bf16-true', load the base in {row.compute_dtype}, or adapt "
+        "linear layers only"
+    )
 
 
 def base_plan(layout: tuple[int, int, int], model: ModelSpec, pin: Mapping[str, Any]) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_shard.hardware import Cluster
 from lightning_shard.planner.considered import Considered, weigh
-from lightning_shard.planner.grid import base_plan, find_layouts, layouts
+from lightning_shard.planner.grid import base_plan, find_layouts, layouts, why_not_resident
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, TrainSpec
 
@@ -114,7 +114,7 @@ class Search:
         if self._free("reshard_after_forward"):
             self._try(dataclasses.replace(plan, reshard_after_forward=False))
         most = self._model.num_blocks - 1  # with all of them nothing would be sharded
-        if self._free("resident_blocks") and most > 0:
+        if self._free("resident_blocks") and most > 0 and why_not_resident(self._model, self._train) is None:
             count = self._bisect(lambda count: dataclasses.replace(plan, resident_blocks=count), most, fewest=False)
             plan = dataclasses.replace(plan, resident_blocks=count or 0)
             self._try(plan)

@@ -1,5 +1,7 @@
 """From a path, a factory or a live module to one whose tensors are all without memory."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_shard.simulate.patches import patched
 from lightning_shard.specs import AdapterSpec, TrainSpec
+
+log = logging.getLogger(__name__)
 
 ModelSource = str | Path | Callable[[], nn.Module]
 
@@ -69,9 +73,23 @@ def no_weights() -> Iterator[None]:
 
 def _from_config(source: str | Path, train: TrainSpec, dtype: str | None) -> nn.Module:
     config = _read_config(Path(source) if Path(source).exists() else source)
-    config._attn_implementation = train.attention
-    model: nn.Module = _model_class(config)(config)
+    kind = _model_class(config)
+    config._attn_implementation = _attention(kind, train)
+    model: nn.Module = kind(config)
     return model.to(getattr(torch, dtype or "float32"))
+
+
+def _attention(kind: Any, train: TrainSpec) -> str:
+    """The attention that was asked for, or eager where the family has no fused one (Gemma 2 caps its scores)."""
+    if train.attention == "eager" or getattr(kind, "_supports_sdpa", True):
+        return train.attention
+    _say_eager(kind.__name__)
+    return "eager"
+
+
+@functools.cache
+def _say_eager(name: str) -> None:
+    log.warning("%s has no fused attention: its step is simulated with eager attention.", name)
 
 
 def _read_config(source: str | Path) -> Any:

@@ -9,6 +9,15 @@ _UNITS = {
 }  # fmt: skip
 
 
+ALLOCATION_BYTES = 512
+"""The CUDA allocator hands out multiples of this and counts them so (c10/cuda/CUDACachingAllocator, ``kMinBlockSize``)."""
+
+
+def allocated_bytes(size: int) -> int:
+    """What a tensor of ``size`` bytes takes: it shows where tensors are small, as norms and adapters are."""
+    return -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes of a size such as ``80GiB`` (2**30), ``24GB`` (10**9) or a plain number of bytes.
 

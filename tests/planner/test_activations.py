@@ -10,7 +10,11 @@ from saved_for_backward import saved_storages
 
 from lightning_shard.activations import block_activations
 from lightning_shard.blocks import find_blocks
+from lightning_shard.parallelize.recompute import checkpoint_activations
+from lightning_shard.parallelize.units import Units
+from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, TrainSpec
+from lightning_shard.specs.sizes import allocated_bytes
 
 BATCH, SEQ, VOCAB = 2, 16, 97
 _PLAIN: dict[str, Any] = {
@@ -70,7 +74,15 @@ def inputs(family: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"input_ids": ids} if family in _CLASSES else {"input_ids": ids, "use_cache": False}
 
 
-def compare(family: str, model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype, attention: str) -> float:
+def compare(
+    family: str,
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    compiled: bool = False,
+) -> float:
     """Estimated over real bytes of the last block of the longest run."""
     unit = max(spec.blocks, key=lambda unit: (unit.count, unit.names[0].startswith("encoder")))
     train = TrainSpec(
@@ -80,10 +92,14 @@ def compare(family: str, model: torch.nn.Module, spec: ModelSpec, dtype: torch.d
         attention=attention,
     )
     block = dict(find_blocks(model))[unit.names[-1]]
+    if compiled:  # the partition that the compiler makes, its code not generated
+        torch.compiler.reset()
+        block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
     real = sum(saved_storages(model, block, **inputs(family, dtype)))
-    estimate = block_activations(spec, unit, train)
+    estimate = block_activations(spec, unit, train, compiled=compiled)
     assert estimate.exact
-    return estimate.kept_bytes / real
+    assert sum(map(allocated_bytes, estimate.sizes)) == estimate.kept_bytes
+    return sum(estimate.sizes) / real
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -115,6 +131,48 @@ def test_lora(family: str, dropout: float, adapter_dtype: str) -> None:
         spec = dataclasses.replace(spec, adapter=dataclasses.replace(spec.adapter, compute_dtype="float32"))
     ratio = compare(family, model, spec, torch.bfloat16, attention)
     assert ratio == 1.0 if family in EXACT else ratio == pytest.approx(1.0, abs=0.012)
+
+
+COMPILED = [
+    ("llama", None, "compute"), ("llama", 0.1, "compute"), ("qwen3", 0.0, "float32"), ("olmo2", None, "compute"),
+    ("phi3", None, "compute"), ("gpt_neox", 0.1, "compute"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dropout", "adapter_dtype"), COMPILED)
+def test_compiled(family: str, dropout: float | None, adapter_dtype: str) -> None:
+    """What a compiled block keeps: element-wise results are made again, what products read is not."""
+    peft = pytest.importorskip("peft")
+    model = build(family, torch.bfloat16, "sdpa")
+    if dropout is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
+    if adapter_dtype == "compute":
+        model.to(torch.bfloat16)
+    spec = ModelSpec.from_module(model)
+    if adapter_dtype == "float32":
+        spec = dataclasses.replace(spec, adapter=dataclasses.replace(spec.adapter, compute_dtype="float32"))
+    ratio = compare(family, model, spec, torch.bfloat16, "sdpa", compiled=True)
+    assert ratio == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(("family", "lora"), [("llama", False), ("llama", True), ("gpt_neox", True)])
+def test_compiled_and_recomputing_selectively(family: str, lora: bool) -> None:
+    """The policy's products, less those that only the block's own result is made of."""
+    peft = pytest.importorskip("peft")
+    model = build(family, torch.bfloat16, "sdpa")
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).to(torch.bfloat16)
+    spec = ModelSpec.from_module(model)
+    unit = max(spec.blocks, key=lambda unit: unit.count)
+    block = dict(find_blocks(model))[unit.names[-1]]
+    units = Units(model, blocks=[(unit.names[-1], block)])
+    checkpoint_activations(units, Plan(activation_checkpoint="selective"), {})
+    torch.compiler.reset()
+    block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+    real = sum(saved_storages(model, block, **inputs(family, torch.bfloat16)))
+    train = TrainSpec(micro_batch_size=BATCH, seq_len=SEQ)
+    estimate = block_activations(spec, unit, train, compiled=True)
+    assert estimate.input_bytes + estimate.selective_bytes == real
 
 
 @pytest.mark.parametrize("family", CONFIGS)

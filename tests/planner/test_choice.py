@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hand_specs import GIB, LLAMA_1B, LLAMA_2_7B, LLAMA_2_70B, LLAMA_8B, LLAMA_70B, TINY, cluster
 
 from lightning_shard.hardware import find_link
@@ -245,3 +246,24 @@ def test_decisions_survive_json() -> None:
     for train in (LORA, TrainSpec(seq_len=8192, micro_batch_size=8)):
         decision = choose(LLAMA_8B, train, cluster())
         assert Decision.from_dict(json.loads(json.dumps(decision.to_dict()))) == decision
+
+
+def test_adapters_of_bare_experts_exclude_resident_blocks() -> None:
+    """The engine refuses both together under a precision that casts, so the planner neither chooses nor takes a pin."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=4096, num_local_experts=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = ModelSpec.from_module(transformers.MixtralForCausalLM(config))
+    where, sharded = cluster("h100-sxm", devices=8), {"dp_shard": 8}
+    mixed = TrainSpec(seq_len=1024, adapter=AdapterSpec(r=8), precision="bf16-mixed")
+    assert choose(model, mixed, where, pin=sharded).plan.resident_blocks == 0
+    with pytest.raises(
+        ValueError, match="resident_blocks=2 cannot be carried out: the adapters of bare expert weights"
+    ):
+        choose(model, mixed, where, pin={**sharded, "resident_blocks": 2})
+    narrow = dataclasses.replace(mixed, precision="bf16-true")
+    assert choose(model, narrow, where, pin={**sharded, "resident_blocks": 2}).plan.resident_blocks == 2

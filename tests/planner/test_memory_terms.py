@@ -218,7 +218,8 @@ def test_known_block_sizes() -> None:
     """Bytes per token of a Llama-3.1-8B block, as counted on the real one."""
 
     def per_token(model: ModelSpec, **wishes: object) -> int:
-        return block_activations(model, model.blocks[0], TrainSpec(seq_len=1, **wishes)).kept_bytes  # type: ignore[arg-type]
+        many = 512  # tokens, so that every tensor is a whole number of allocations
+        return block_activations(model, model.blocks[0], TrainSpec(seq_len=many, **wishes)).kept_bytes // many  # type: ignore[arg-type]
 
     assert per_token(LLAMA_8B) == 200_840
     assert per_token(LLAMA_2_7B) == 186_504
@@ -282,3 +283,24 @@ def test_loading_holds_one_whole_group_beside_the_shards() -> None:
     at_rest = estimate.terms["frozen_weights"] + estimate.terms["trained_weights"]
     assert estimate.load_peak_bytes == at_rest + 2 * 128256 * 4096
     assert estimate.load_device_bytes > estimate.load_peak_bytes
+
+
+def test_loading_a_small_model_on_two_devices_takes_no_more_than_alone() -> None:
+    """L19: Qwen2.5-1.5B with LoRA takes about 3,700 MiB alone, and must not take more on each of two after set-up."""
+    qwen = llama(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, tied=True)
+    train = TrainSpec(seq_len=128, adapter=AdapterSpec(r=16))
+    alone = estimate_memory(qwen, train, ONE, cluster(devices=1))
+    assert alone.load_peak_bytes < 3700 * 2**20
+    for plan in (Plan(dp_replicate=2), Plan(dp_shard=2)):
+        assert estimate_memory(qwen, train, plan, cluster(devices=2)).load_peak_bytes <= alone.load_peak_bytes
+
+
+def test_states_of_a_sharded_6b_halve_from_two_devices_to_four() -> None:
+    """L12: an estimate of 0.77 GB, the same for 2 and for 4 devices, stood against 13 GB seen for GPT-J-6B."""
+    model = llama(hidden=4096, layers=28, heads=16, kv_heads=16, ffn=11008, vocab=50400)
+    sizes = {}
+    for devices in (2, 4):
+        estimate = estimate_memory(model, FULL, Plan(dp_shard=devices), cluster(devices=devices))
+        sizes[devices] = sum(estimate.terms[name] for name in ("trained_weights", "optimizer_state"))
+        assert estimate.allocated_bytes > 13e9
+    assert sizes[2] == pytest.approx(2 * sizes[4], rel=1e-3)
