@@ -40,6 +40,8 @@ class BlockActivations:
     """Of what is kept, the first norm's share: not kept where the block's input needs no gradient."""
     sizes: tuple[int, ...]
     """Bytes of each tensor that is kept."""
+    remade_bytes: int
+    """Where the block recomputes, beside what it keeps at the end of that."""
     exact: bool
     """Derived from the architecture; False means estimated from shapes."""
 
@@ -67,6 +69,7 @@ def block_activations(
         points=_points(arch, unit, setting, tape, tokens),
         input_norm_bytes=int(_first_norm(tape) * tokens),
         sizes=(*(int(size * tokens) for size in tape.kept.values()), *tape.once.values()),
+        remade_bytes=_remade(arch, setting, tape) * tokens,
         exact=True,
     )
 
@@ -200,6 +203,21 @@ def _points(arch: Architecture, unit: UnitSpec, setting: Setting, tape: Tape, to
     return tuple(points)
 
 
+def _remade(arch: Architecture, setting: Setting, tape: Tape) -> int:
+    """Bytes per token at the end of recomputing an eager block, which is in the last product's adapter: the gradient
+    that has come in, the residual, the product beside the adapter, and what its layers read unless it is kept.
+    """
+    last, c = setting.linears.reading("mlp_mid"), setting.compute_bytes
+    if setting.compiled or arch.experts or not any(use.rank for use in last):
+        return 0
+    width = max(use.num_in for use in last)
+    held = (2 * setting.stream_bytes + c) * arch.hidden
+    held += 0 if "mlp_in" in tape.kept else setting.stream_bytes * arch.hidden
+    held += 0 if "mlp_mid" in tape.kept else c * width
+    own = setting.adapter_bytes or c
+    return held + (own * width if own != c and setting.adapter_dropout else 0)
+
+
 def _wide_adapter(arch: Architecture, setting: Setting, tokens: int) -> tuple[BackwardPoint, ...]:
     """In the backward of the last product's adapter where that computes in a type of its own: it comes before the
     product itself and makes the gradient of its copy of the input, the copy still there.
@@ -263,6 +281,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         points=_products(unit, 2 * c * widest * tokens, c * widest * tokens),
         input_norm_bytes=0,
         sizes=tuple(c * (shape[0] + shape[1]) * tokens for shape in matrices),
+        remade_bytes=0,
         exact=False,
     )
 

@@ -1,5 +1,6 @@
 """What is gathered, copied, reduced and made on the way through a step."""
 
+from lightning_shard.activations import BackwardPoint
 from lightning_shard.memory.moments import Moment
 from lightning_shard.memory.situation import Block, Situation, uses_autocast
 
@@ -125,9 +126,16 @@ def _fullest(s: Situation, moment: Moment) -> tuple[int, int]:
         return 0, s.compute_bytes * s.one("largest_trained_numel", "block") if s.waits else 0
     points = (
         (point.gradient_bytes, s.compute_bytes * (point.made_numel if s.waits else point.making_numel))
-        for point in block.activations.points
+        for point in _points(block)
     )
     return max(points, key=sum)
+
+
+def _points(block: Block) -> tuple[BackwardPoint, ...]:
+    """The points of a block's backward; where it recomputes, the end of that is one."""
+    if not block.recomputing:
+        return block.activations.points
+    return (*block.activations.points, BackwardPoint(gradient_bytes=block.activations.remade_bytes))
 
 
 def reduce_buffers(s: Situation, moment: Moment) -> int:
@@ -159,7 +167,11 @@ def activations(s: Situation, moment: Moment) -> int:
     if moment is Moment.HEAD_REDUCE:
         return total
     if moment is Moment.TOP and s.top:
-        return total + (s.top.activations.kept_bytes if s.top.recomputing == s.top.group.count else 0)
+        if s.top.recomputing < s.top.group.count:
+            return total
+        # Recomputing takes what the selective policy kept, so that of this block it is not there twice.
+        taken = s.top.recomputing_bytes - s.top.activations.input_bytes
+        return total + s.top.activations.kept_bytes - taken
     if moment is Moment.TOP_REDUCE and s.top:
         return total - _last(s.top)
     if moment is Moment.BLOCK_END and s.bottom:
