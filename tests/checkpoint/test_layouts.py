@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "ddp-3": (3, TunedDDPStrategy),
     "fsdp2-3": (3, FSDP2Strategy),
     "offloaded-2": (2, partial(FSDP2Strategy, Plan(dp_shard=2, offload="all"))),
+    "host-optimizer-2": (2, partial(FSDP2Strategy, Plan(dp_shard=2, offload="optimizer"))),
     "fsdp2-4": (4, FSDP2Strategy),
     "hsdp-2x2": (4, partial(FSDP2Strategy, dp_shard=2)),
 }

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.llama import TinyLlama, make_tokens
 from helpers.regression import Regression, make_vectors
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_shard import FSDP2Strategy, TunedDDPStrategy
@@ -81,3 +82,27 @@ def test_j6_the_average_is_validated_saved_and_resumed_as_on_one_process(layout:
         for moment in ("after 2", "after 4"):
             torch.testing.assert_close(seen[moment], expected[moment], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[0]["saved"], expected["saved"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_adapters_with_an_average_resume(form: Any, tmp_path: Path) -> None:
+    """Lightning's callback loads what trains strictly, the frozen base included: the checkpoint has it then."""
+    for steps, ckpt in ((2, None), (4, tmp_path / "x.ckpt")):
+        trainer = Trainer(
+            **QUIET,
+            strategy=TunedDDPStrategy(checkpoint_format=form),
+            devices=1,
+            max_steps=steps,
+            callbacks=[EMAWeightAveraging(decay=0.5), SavesAtEnd(tmp_path / "x.ckpt")],
+        )
+        trainer.fit(TinyLlama("lora"), make_tokens(0, 1), ckpt_path=ckpt)
+        assert trainer.global_step == steps
+
+
+class SavesAtEnd(Callback):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.file)
