@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.parallelize.materialize import initialise_adapter, seeded
+from lightning_shard.parallelize.materialize import initialise_adapter, note_start, seeded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -123,8 +123,11 @@ def require_targets(model: nn.Module, targets: str | list[str] | None, what: str
 
 
 def _start_by_name(model: nn.Module, seed: int, init: bool | str) -> None:
-    """Redraw every adapter from a generator seeded by its layer's name."""
+    """Draw every adapter from a generator seeded by its layer's name; on meta, once the strategy makes it real."""
     for name, layer in model.named_modules():
-        if hasattr(layer, "reset_lora_parameters") and not any(p.is_meta for p in layer.parameters()):
-            with seeded(seed, name):
-                initialise_adapter(layer, init)
+        if hasattr(layer, "reset_lora_parameters"):
+            if any(p.is_meta for p in layer.parameters()):
+                note_start(layer, seed, name, init)
+            else:
+                with seeded(seed, name):
+                    initialise_adapter(layer, init)

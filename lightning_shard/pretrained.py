@@ -82,6 +82,12 @@ def stream_weights(module: nn.Module, folder: str | Path) -> nn.Module:
     return module
 
 
+def unread(module: nn.Module) -> list[str]:
+    """Names of saved tensors of a streamed module that no file holds: they would be initialised anew."""
+    tensors = module.state_dict(keep_vars=True)
+    return [name for name, tensor in tensors.items() if tensor.is_meta and source_of(tensor) is None]
+
+
 def _find(stored: dict[str, StoredTensor], name: str, prefix: str) -> StoredTensor | None:
     """By its name, or as a checkpoint of the inner model alone has it, or one of a model around it."""
     for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
@@ -91,10 +97,9 @@ def _find(stored: dict[str, StoredTensor], name: str, prefix: str) -> StoredTens
 
 
 def _tell(module: nn.Module, folder: str | Path, missing: list[str], unused: list[str]) -> None:
-    tensors = module.state_dict(keep_vars=True)
-    new = [name for name in missing if tensors[name].is_meta and source_of(tensors[name]) is None]  # a tie has one
+    new = set(missing) & set(unread(module))  # a tie has a source
     if new:
-        log.warning("%s lacks %s: initialised anew, so train it.", folder, _some(new))
+        log.warning("%s lacks %s: initialised anew, so train it.", folder, _some(sorted(new)))
     if unused:
         log.warning("%s also holds %s, which %s does not use.", folder, _some(unused), type(module).__name__)
 

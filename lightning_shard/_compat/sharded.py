@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -30,6 +32,7 @@ __all__ = [
     "compare_sharded_in_finetuning",
     "fsdp_note_use",
     "fsdp_parameters",
+    "fsdp_take_off",
     "has_gradient_hooks",
     "has_compiled_parts",
 ]
@@ -41,14 +44,54 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
     While a unit is gathered its module shows the gathered copy, and there is no public way to the shard then. Can go
     when there is.
     """
-    found: list[Any] = []
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one group per module before torch 2.13
-            groups = [state._fsdp_param_group] if groups is None else groups
-            found += [each for group in groups if group is not None for each in group.fsdp_params]
+    found = [each for _, state in _fsdp_states(root) for group in _fsdp_groups(state) for each in group.fsdp_params]
     return list(dict.fromkeys(found))
+
+
+def _fsdp_states(root: nn.Module) -> list[tuple[nn.Module, Any]]:
+    return [(module, module._get_fsdp_state()) for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group per module before torch 2.13
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
+def fsdp_take_off(root: nn.Module) -> None:
+    """Have FSDP2 forget everything below ``root``: parameters stay the shards they are, in modules of their own classes.
+
+    ``fully_shard`` can be applied once and has no inverse. Private because all that it leaves on a module is: its state
+    and hooks, its mark, and the class that it puts before the module's own. A gather under way is not waited for, as
+    the public ``reset_iter_state`` does: other ranks may never join it. Can go when torch takes it off itself.
+    """
+    for module, state in _fsdp_states(root):
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in _fsdp_groups(state):
+            group._all_gather_result = None
+            group._to_sharded()
+            for mesh in (getattr(info, "mesh", None) for info in (group.mesh_info, group.post_forward_mesh_info)):
+                _forget_groups(mesh)
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            handles += [each._post_load_hook_handle for each in group.fsdp_params]
+        for handle in handles:
+            handle.remove()
+        kept = module.__dict__
+        kept[REGISTRY_KEY].pop("fully_shard")
+        for key in [key for key, value in kept[STATE_KEY].items() if value is state]:
+            kept[STATE_KEY].pop(key)
+        del _module_state_mapping[module]
+        module.__class__ = type(module).__mro__[2]  # FSDPLinear, FSDPModule, Linear
+    for module in root.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(mark, None)
+
+
+def _forget_groups(mesh: Any) -> None:
+    """A mesh keeps its process groups alive (torch 2.13), and shards and optimizer state keep the mesh."""
+    root = getattr(mesh, "_root_mesh", None) or mesh
+    getattr(root, "_pg_registry", {}).clear()
 
 
 def fsdp_note_use(parameter: Any, place: int, log: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 import lightning_shard  # noqa: F401 - registers the strategies' names
 from lightning_shard.callbacks import ShardMonitor
 from lightning_shard.cli.render import describe, print_decision
-from lightning_shard.finetune.checks import num_devices, prepare, require_adapter, require_checkpoint, require_strategy
+from lightning_shard.finetune.checks import prepare, require_adapter, require_checkpoint, require_strategy, settle_world
 from lightning_shard.finetune.describe import describe_data
 from lightning_shard.finetune.hub import require_model
 from lightning_shard.finetune.limits import require_at_least
@@ -106,8 +106,7 @@ class RecipeCLI(LightningCLI):
             prepare(script)
         require_model(self.config.model.path)
         self._require_rows()
-        if trainer.devices == "auto":
-            trainer.devices = num_devices(trainer.accelerator, self.config.cpu_processes)
+        settle_world(trainer, self.config.cpu_processes)
         if self.config.json:
             trainer.enable_progress_bar = trainer.enable_model_summary = False
         show = show_nothing if self.config.json else show_start

@@ -1,15 +1,16 @@
 """What can be set right or found wrong before any process is started."""
 
 import difflib
-import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_shard.integrations.launched import launched
 from lightning_shard.specs import AdapterSpec
 
 
@@ -55,9 +56,34 @@ def require_adapter(lora: Any) -> None:
             raise ValueError(f"model.lora: {error}") from None
 
 
-def num_devices(accelerator: Any, cpu_processes: int) -> int | str:
-    """What ``devices: auto`` means: what torchrun started, else all GPUs, else a number of processes."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    without = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
-    return cpu_processes if without else "auto"
+def settle_world(trainer: Any, cpu_processes: int, environment: Mapping[str, str] | None = None) -> None:
+    """Give ``trainer`` (its arguments) the nodes and devices that torchrun or SLURM started; alone, this machine's.
+
+    Args:
+        trainer: arguments of a recipe's Trainer; ``num_nodes`` and ``devices`` are set in place.
+        cpu_processes: what ``devices: auto`` means on a machine without GPUs that nobody launched processes on.
+        environment: the launcher's variables; this process's by default.
+
+    Raises:
+        ValueError: when the recipe names other numbers than the launcher started.
+    """
+    found = launched(environment)
+    if not found:
+        if trainer.devices == "auto":
+            without = trainer.accelerator == "cpu" or (
+                trainer.accelerator == "auto" and not torch.accelerator.is_available()
+            )
+            trainer.devices = cpu_processes if without else "auto"
+        return
+    _require_launched("num_nodes", trainer.num_nodes, found, left_open=(1, None))
+    _require_launched("devices", trainer.devices, found, left_open=("auto", -1, "-1"))
+    trainer.num_nodes, trainer.devices = found["num_nodes"], found["devices"]
+
+
+def _require_launched(name: str, asked: Any, found: dict[str, int], left_open: tuple[Any, ...]) -> None:
+    asked = len(asked) if isinstance(asked, list) else asked
+    if asked not in left_open and str(asked) != str(found[name]):
+        raise ValueError(
+            f"trainer.{name}={asked!r}, but the launcher (torchrun or SLURM) started {found['num_nodes']} nodes with "
+            f"{found['devices']} processes each. Leave trainer.num_nodes and trainer.devices out, or launch as many."
+        )

@@ -184,19 +184,20 @@ def follows_rule(model: Any, rule: LogitRule) -> bool:
     """Whether ``model`` computes its logits as ``rule(head(hidden))``, tried on hidden states drawn at random.
 
     Only the end of its forward runs: what stands before the head is replaced for the moment. A model of which this is
-    not known (an encoder-decoder, logits made otherwise) gets False; on meta only shapes are compared.
+    not known (an encoder-decoder, logits made otherwise) gets False. A head on meta stands in with a few random rows.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is None or decoder is model or head is None:
         return False
-    weight = next(head.parameters())
     width = model.config.get_text_config().hidden_size
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
-    outputs = _Outputs(last_hidden_state=hidden)
     try:
-        with torch.no_grad(), _forward_of(decoder, lambda *args, **kwargs: outputs):  # type: ignore[arg-type,return-value]
-            theirs = model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=weight.device), use_cache=False).logits
+        with torch.no_grad(), _real(head, generator) as weight:
+            hidden = torch.randn(1, 4, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
+            outputs = _Outputs(last_hidden_state=hidden)
+            ids = torch.zeros(1, 4, dtype=torch.long, device=weight.device)
+            with _forward_of(decoder, lambda *args, **kwargs: outputs):  # type: ignore[arg-type,return-value]
+                theirs = model(input_ids=ids, use_cache=False).logits
             ours = rule(head(hidden))
     except (
         TypeError,
@@ -207,8 +208,21 @@ def follows_rule(model: Any, rule: LogitRule) -> bool:
         RuntimeError,
     ):  # its forward wants more than that
         return False
-    same = theirs.shape == ours.shape
-    return same and (weight.is_meta or torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-2))
+    return theirs.shape == ours.shape and torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-2)
+
+
+@contextmanager
+def _real(head: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
+    """The head's weight; while the head is on meta, a few rows in its place (and in its bias's), drawn at random."""
+    before = dict(head._parameters)
+    try:
+        for name, tensor in before.items():
+            if tensor is not None and tensor.is_meta:
+                rows = torch.randn(8, *tensor.shape[1:], generator=generator, device="cpu").to(tensor.dtype)
+                head._parameters[name] = nn.Parameter(rows, requires_grad=False)
+        yield next(head.parameters())
+    finally:
+        head._parameters.update(before)
 
 
 class _Outputs(dict[str, Any]):

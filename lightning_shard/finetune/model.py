@@ -16,6 +16,7 @@ from lightning_shard.finetune.hub import pretrained_model
 from lightning_shard.finetune.limits import require_choices
 from lightning_shard.finetune.linear_loss import LogitRule, follows_rule, has_liger, head_loss, require_liger
 from lightning_shard.finetune.packing import require_packable
+from lightning_shard.finetune.streamed import reads_streams, streamed_model
 from lightning_shard.finetune.tuned import TunedModel
 from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
@@ -82,12 +83,16 @@ class CausalLM(TunedModel):
     def configure_model(self) -> None:
         """Load the model, in the compute type where precision is a ``-true`` one, and add the adapters."""
         if self.model is None:
-            base = on_all_ranks(lambda: load(self.path, self.loaded_dtype, pretrained=self.pretrained))
+            base = on_all_ranks(lambda: self._load())
             self._rule = on_all_ranks(lambda: self._logit_rule(base))
             if getattr(getattr(self.trainer, "datamodule", None), "packing", False):
                 on_all_ranks(lambda: require_packable(base))
             self.model = on_all_ranks(lambda: base if self.lora is None else add_adapters(base, self.lora))
             choose_batch(self)
+
+    def _load(self) -> "PreTrainedModel":
+        streams = reads_streams(self.trainer.strategy)
+        return load(self.path, self.loaded_dtype, pretrained=self.pretrained, stream=streams)
 
     @override
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -146,14 +151,24 @@ def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, learned.sum()
 
 
-def load(path: str, dtype: torch.dtype, *, pretrained: bool = True) -> "PreTrainedModel":
+def load(path: str, dtype: torch.dtype, *, pretrained: bool = True, stream: bool = False) -> "PreTrainedModel":
     """The model, ready to train.
+
+    Args:
+        path: folder or hub id.
+        dtype: of its weights.
+        pretrained: with its weights, rather than drawn at random.
+        stream: leave it on the meta device where its files allow that; the strategy reads them straight into shards.
 
     Raises:
         ValueError: when there is no such model, or weights are missing.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if pretrained and stream:
+        streamed = streamed_model(path, dtype)
+        if streamed is not None:
+            return streamed  # type: ignore[no-any-return]
     if pretrained:
         model = pretrained_model(AutoModelForCausalLM, path, dtype=dtype)
     else:

@@ -29,6 +29,7 @@ from lightning_shard.parallelize.storage import Storage, store, to_dtype
 from lightning_shard.parallelize.streaming import find_places, require_same_files, stream_in
 from lightning_shard.parallelize.tensor import TensorParallel
 from lightning_shard.parallelize.units import Units, find_units
+from lightning_shard.parallelize.unshard import Shards
 from lightning_shard.plans import MIB, Plan, tuned_bucket_bytes
 from lightning_shard.specs import Precision
 
@@ -58,6 +59,8 @@ class Parallelized:
     hooks: list[Any] = field(default_factory=list)
     ahead: dict[Any, list[FSDPModule]] = field(default_factory=dict)
     """Which units each unit's forward gathers ahead, beyond what FSDP does by itself."""
+    sharded_by_user: bool = False
+    """Whether parts of it came sharded."""
     watch: Any = None
     """What the strategy has the ranks of a sharded module do alike."""
 
@@ -90,9 +93,10 @@ class Parallelized:
             root.set_reshard_after_backward(True)
 
     def undo(self) -> None:
-        """Take the hooks off a replicated module, so that another plan can be applied."""
+        """Take off what :func:`parallelize` put on the module, save for its sharding, so that another plan can be applied."""
         for hook in self.hooks:
             hook.remove()
+        self.hooks = []
         if self.replicated is not None:
             self.replicated.close()
         self.units.restore_forwards()
@@ -107,6 +111,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     seed: int = 0,
     before: "Parallelized | None" = None,
+    mesh_before: DeviceMesh | None = None,
     forward_methods: tuple[str, ...] = (),
 ) -> Parallelized:
     """Lay ``module`` out over ``mesh`` as ``plan`` says, in place.
@@ -117,7 +122,8 @@ def parallelize(
         precision: in which types to store, compute and reduce.
         device: where this rank computes.
         mesh: axes ``dp_replicate``, ``dp_shard`` and ``tp``; needed when the plan shards.
-        before: an earlier, replicated layout of the same module, which is taken off.
+        before: an earlier layout of the same module, which is taken off.
+        mesh_before: where that one was sharded: a mesh of its shape, over process groups that are alive.
         seed: what meta tensors are initialised from.
         forward_methods: methods besides the step methods that compute with the root's own weights.
 
@@ -128,18 +134,21 @@ def parallelize(
     require_supported(plan)
     if before is not None:
         before.undo()
-    units = find_units(module)
+    shards = Shards(module, mesh_before)
+    units, by_user = find_units(module), is_sharded(module)
     storage = store(module, precision, None if before is None else before.storage)
+    opened: list[Any] = []
     materializer = Materializer(module, seed, stream=plan.tp == 1)  # tensor parallelism splits whole tensors
     waiting = find_places(module)
     require_same_files(waiting)
     sent_bytes = agree_on_start(module, device)
-    uncovered, replicated = places_of(module, storage.compute_dtypes), None
+    uncovered, replicated = storage.compute_dtypes, None
     if plan.strategy == "fsdp2":
         assert mesh is not None
         tensor_parallel = TensorParallel(module, mesh["tp"]) if plan.tp > 1 else None
 
         def prepare(unit: nn.Module) -> None:
+            shards.put_together(unit)
             materializer.materialize(unit)
             if tensor_parallel is not None:
                 tensor_parallel.apply(unit)
@@ -147,13 +156,14 @@ def parallelize(
         def load() -> None:
             stream_in(waiting, torch.device("cpu") if plan.offload == "all" else device)
 
-        whole = shard(units, plan, mesh, precision, prepare, forward_methods, load)
+        whole, opened = shard(units, plan, mesh, precision, prepare, forward_methods, load)
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
         if precision.compute_dtype is not None:
             uncovered = places_of(module, uncovered_by_policy(whole, precision))
     else:
+        shards.put_together(module)
         materializer.materialize(module)
         stream_in(waiting, device)
         module.to(device)
@@ -166,7 +176,9 @@ def parallelize(
     if plan.compile:
         compile_blocks(units)
     ahead = gathered_ahead(units, plan, mesh)
-    return Parallelized(module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks, ahead)
+    return Parallelized(
+        module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks + opened, ahead, by_user
+    )
 
 
 def gathered_ahead(units: Units, plan: Plan, mesh: DeviceMesh | None) -> dict[Any, list[FSDPModule]]:

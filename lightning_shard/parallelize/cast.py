@@ -14,11 +14,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_shard._compat import is_peft_wrapper
+from lightning_shard.parallelize.storage import Places
 from lightning_shard.parallelize.units import Units
 
 ComputeTypes = dict[nn.Parameter, torch.dtype]
-Places = dict[tuple[nn.Module, str], torch.dtype]
-"""Module and parameter name -> type to compute in. Sharding exchanges parameters; their places stay."""
 
 
 def places_of(root: nn.Module, compute_dtypes: ComputeTypes) -> Places:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_shard.parallelize.streaming import find_places
 from lightning_shard.parallelize.weights import StoredTensor
 
+_START = "_lightning_shard_start"
+
 
 class Materializer:
     """Turns meta tensors below one root into initialised CPU tensors, keeping ties.
@@ -59,7 +61,9 @@ class Materializer:
         made = {id(module) for (module, _, _), names in fresh if any(self._is_made(module, name) for name in names)}
         for module, name, owner in places:
             if id(module) in touched:
-                if id(module) in made:
+                if id(module) in made and _is_adapter_layer(module):
+                    _start_adapter(module, self._seed, name)
+                elif id(module) in made:
                     with seeded(self._seed, name):
                         _initialise(module, owner)
                 self._read(module)
@@ -82,8 +86,7 @@ class Materializer:
     def _finish(self, module: nn.Module, name: str) -> None:
         """What a peft wrapper knows better than the layers inside it, after those are initialised."""
         if _is_adapter_layer(module):
-            with seeded(self._seed, name):
-                initialise_adapter(module)
+            _start_adapter(module, self._seed, name)
         elif hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             _copy_original(module)
 
@@ -112,6 +115,17 @@ def seeded(seed: int, name: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "little"))
         yield
+
+
+def note_start(layer: nn.Module, seed: int, name: str, init: bool | str) -> None:
+    """Say how an adapter layer on the meta device starts: as one that was made from real tensors would."""
+    layer.__dict__[_START] = (seed, name, init)
+
+
+def _start_adapter(layer: nn.Module, seed: int, name: str) -> None:
+    seed, name, init = layer.__dict__.get(_START, (seed, name, True))
+    with seeded(seed, name):
+        initialise_adapter(layer, init)
 
 
 def initialise_adapter(layer: Any, init: bool | str = True) -> None:
@@ -160,9 +174,6 @@ def _walk(module: nn.Module, name: str, owner: nn.Module | None) -> Iterator[tup
 
 
 def _initialise(module: nn.Module, owner: nn.Module | None) -> None:
-    if _is_adapter_layer(module):
-        initialise_adapter(module)
-        return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None) or getattr(
         module, "_reset_parameters", None
     )

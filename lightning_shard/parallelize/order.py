@@ -75,6 +75,7 @@ class GatherOrder:
         self._segment = 0
         self._seen: list[int] = []
         self._following: list[int] | None = None
+        self._hooks: list[Any] = []
         for name, module in root.named_modules():
             if name and isinstance(module, FSDPModule):
                 self._watch(name, module)
@@ -108,7 +109,12 @@ class GatherOrder:
             if self._kind is not None and not in_backward():  # recomputation repeats what was agreed on
                 self._next(index)
 
-        unit.register_forward_pre_hook(before, prepend=True)
+        self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))
+
+    def remove(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _begin(self, kind: str) -> None:
         self._kind = kind

@@ -34,7 +34,7 @@ def shard(
     before: Callable[[nn.Module], None],
     forward_methods: tuple[str, ...] = (),
     load: Callable[[], None] = lambda: None,
-) -> set[nn.Parameter]:
+) -> tuple[set[nn.Parameter], list[Any]]:
     """Shard ``units`` over ``mesh`` in place; the root comes last and takes what no unit holds.
 
     Args:
@@ -48,8 +48,8 @@ def shard(
         load: called once everything is sharded: reads what is still on the meta device.
 
     Returns:
-        The parameters left whole on every rank. Those of them that train still need their gradients
-        averaged.
+        The parameters left whole on every rank (those of them that train still need their gradients averaged), and
+        handles whose ``remove()`` takes off what is on the root beside FSDP.
 
     Raises:
         ValueError: when the plan names a resident block that does not exist.
@@ -88,8 +88,7 @@ def shard(
     if not streams and plan.prefetch and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1:
         prefetch.HostReductions().install(units.root)
     load()
-    _open_root(units.root, policy.param_dtype, forward_methods)
-    return whole
+    return whole, _open_root(units.root, policy.param_dtype, forward_methods)
 
 
 def resident_units(plan: Plan, units: Units) -> set[str]:
@@ -182,7 +181,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_methods: tuple[str, ...]) -> None:
+def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_methods: tuple[str, ...]) -> list[Any]:
     """Let every way of computing with the root's own weights find them gathered.
 
     The step methods count as its forward. A layer that belongs to the root's group may also be called on
@@ -190,8 +189,10 @@ def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_metho
     root's group first when that is sharded, and casts its inputs as FSDP does for a unit.
     """
     assert isinstance(root, FSDPModule)
+    handles: list[Any] = []
     for method in (*STEP_METHODS, *forward_methods):
         if hasattr(root, method):
+            handles.append(_Method(root, method))
             register_fsdp_forward_method(root, method)
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -200,12 +201,26 @@ def _open_root(root: nn.Module, compute_dtype: torch.dtype | None, forward_metho
         return cast_tensors(args, compute_dtype), cast_tensors(kwargs, compute_dtype)
 
     for layer in _root_layers(root):
-        layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        handles.append(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     fsdp_root_init(root)
     for module in root.modules():
         if hasattr(type(module), "_no_split_modules"):
             # Transformers then runs every layer on every rank (layer drop) and generates until all ranks are done.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    return handles
+
+
+class _Method:
+    """A method of the root about to be replaced; ``remove()`` gives back what stood there."""
+
+    def __init__(self, root: nn.Module, name: str) -> None:
+        self._root, self._name = root, name
+        self._before = root.__dict__.get(name)
+
+    def remove(self) -> None:
+        self._root.__dict__.pop(self._name, None)
+        if self._before is not None:
+            self._root.__dict__[self._name] = self._before
 
 
 def _root_layers(module: nn.Module) -> list[nn.Module]:

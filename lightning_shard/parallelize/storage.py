@@ -1,5 +1,6 @@
 """In which type a parameter is stored, and in which it computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -7,6 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.specs import Precision
+
+Place = tuple[nn.Module, str]
+"""A module and the name of a parameter in it. Sharding exchanges parameters; their places stay."""
+Places = dict[Place, torch.dtype]
+"""A type for each place."""
 
 
 def to_dtype(name: str | None) -> torch.dtype | None:
@@ -20,12 +26,15 @@ def to_dtype(name: str | None) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Storage:
-    """What :func:`store` changed: parameters whose products run in another type than they are stored in."""
+    """What :func:`store` changed: parameters whose products run in another type than they are stored in.
 
-    compute_dtypes: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
-    """Parameter -> type it computes in, for every parameter where the two differ."""
-    loaded_dtypes: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
-    """Parameter -> type it had before anything was changed."""
+    By place, not by parameter: what is whole before sharding must not be kept in memory after it.
+    """
+
+    compute_dtypes: Places = field(default_factory=dict)
+    """The type it computes in, for every parameter where that is not the one it is stored in."""
+    loaded_dtypes: Places = field(default_factory=dict)
+    """The type it had before anything was changed."""
 
 
 def store(module: nn.Module, precision: Precision, earlier: Storage | None = None) -> Storage:
@@ -40,27 +49,29 @@ def store(module: nn.Module, precision: Precision, earlier: Storage | None = Non
     """
     master, frozen = to_dtype(precision.master_dtype), to_dtype(precision.frozen_dtype)
     compute = to_dtype(precision.compute_dtype) if precision.frozen_dtype else None
-    compute_dtypes: dict[nn.Parameter, torch.dtype] = {}
-    loaded_dtypes = dict(earlier.loaded_dtypes) if earlier is not None else {}
-    masters = earlier.compute_dtypes if earlier is not None else {}
+    earlier = earlier or Storage()
+    storage = Storage()
     assert master is not None
     if frozen is not None and frozen.itemsize > torch.float32.itemsize:
         _widen_buffers(module, frozen)
-    for parameter in unique_parameters(module):
+    for parameter, places in with_places(module):
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             continue  # quantised storage is the quantiser's business
         if is_packed(parameter):
             continue
-        loaded_as = loaded_dtypes.setdefault(parameter, parameter.dtype)
-        if parameter.requires_grad or parameter in masters:
+        loaded_as = next(
+            (earlier.loaded_dtypes[each] for each in places if each in earlier.loaded_dtypes), parameter.dtype
+        )
+        storage.loaded_dtypes.update(dict.fromkeys(places, loaded_as))
+        if parameter.requires_grad or any(each in earlier.compute_dtypes for each in places):
             if loaded_as.itemsize < master.itemsize or compute is not None:
                 _cast(parameter, master)
             wanted = compute or loaded_as
             if wanted.itemsize < parameter.dtype.itemsize and wanted.itemsize == 2:
-                compute_dtypes[parameter] = wanted
+                storage.compute_dtypes.update(dict.fromkeys(places, wanted))
         elif frozen is not None:
             _cast(parameter, frozen)
-    return Storage(compute_dtypes, loaded_dtypes)
+    return storage
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -77,9 +88,14 @@ def packed_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{name}{rest}": part for name, parts in inner.items() for rest, part in parts.items()}
 
 
-def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Every parameter once, tied ones included once."""
-    return list(module.parameters())
+def with_places(module: nn.Module) -> list[tuple[nn.Parameter, Sequence[Place]]]:
+    """Every parameter once, tied ones included once, with all places it is at."""
+    found: dict[nn.Parameter, list[Place]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((owner, name))
+    return list(found.items())
 
 
 def _widen_buffers(module: nn.Module, dtype: torch.dtype) -> None:

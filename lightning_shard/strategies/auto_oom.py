@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_shard.memory import Estimate
+from lightning_shard.parallelize.unshard import why_not_anew
 from lightning_shard.planner import Decision, choose
 from lightning_shard.planner.advice import what_helps
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, format_bytes
 from lightning_shard.strategies.oom import OomLadder
-from lightning_shard.strategies.remap import follow_parameters
+from lightning_shard.strategies.remap import lay_out_under
 
 GUARDED_STEPS = 5
 """Optimizer steps in which memory is new: first gathers, first optimizer state, first long batches."""
@@ -23,19 +24,27 @@ MOST_WAYS = 3
 
 
 def guard(strategy: Any) -> OomLadder | None:
-    """The ladder of a fit; None for manual optimization, whose steps are the user's own, and for a sharded module,
-    which cannot be laid out anew.
-    """
-    trainer = strategy._root.trainer
-    if strategy.sharded or not strategy._root.automatic_optimization:
+    """The ladder of a fit; None where no other plan can be taken in the run."""
+    if why_not(strategy):
         return None
-    return OomLadder(trainer, lambda: take_next(strategy), lambda: explain(strategy), GUARDED_STEPS)
+    return OomLadder(strategy._root.trainer, lambda: take_next(strategy), lambda: explain(strategy), GUARDED_STEPS)
+
+
+def why_not(strategy: Any) -> str | None:
+    """Why no other plan can be taken in the run; None where one can."""
+    if not strategy._root.automatic_optimization:
+        return "under manual optimization the steps are the module's own"
+    if strategy._layout.sharded_by_user:
+        return "the module came sharded"
+    return why_not_anew(strategy._root, strategy.plan)
 
 
 def take_next(strategy: Any) -> str | None:
     """Lay the module out by the next leaner plan, on all ranks; what it is, or None where there is none."""
     decision = strategy._decision
     assert decision is not None
+    if why_not(strategy):
+        return None
     answer = leaner(strategy, decision) if strategy.is_global_zero else None
     answer = strategy.broadcast(answer)
     if answer is None:
@@ -77,7 +86,10 @@ def explain(strategy: Any) -> str:
     assert decision is not None
     ways = list(_ways_out(strategy, decision))[:MOST_WAYS]
     advice = "\n".join(f"  {number}. {way}" for number, way in enumerate(ways, 1))
-    return f"{memory_table(decision.estimate, decision.capacity_bytes)}\nWhat would help, cheapest first:\n{advice}"
+    reason = why_not(strategy) if strategy._on_oom == "replan" else None
+    stays = f"\nThis layout cannot be changed in the run (on_oom='replan'): {reason}." if reason else ""
+    table = memory_table(decision.estimate, decision.capacity_bytes)
+    return f"{table}{stays}\nWhat would help, cheapest first:\n{advice}"
 
 
 def explain_on(error: BaseException, strategy: Any) -> None:
@@ -113,6 +125,5 @@ def _ways_out(strategy: Any, decision: Decision) -> Iterator[str]:
 
 def _lay_out(strategy: Any, plan: Plan) -> None:
     """The module in its new layout, under the optimizers that are there."""
-    with follow_parameters(strategy._root, strategy.optimizers):
-        strategy.lay_out_anew(plan)
+    lay_out_under(strategy.optimizers, strategy._root, lambda: strategy.lay_out_anew(plan))
     strategy._mixed_casts_follow_plan()

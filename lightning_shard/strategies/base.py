@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
@@ -242,25 +243,34 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
             plan = dataclasses.replace(plan, torch_ddp=True)
         return self._parallelize(plan, before)
 
-    def _parallelize(self, plan: Plan, before: Parallelized | None) -> Parallelized:
+    def _parallelize(
+        self, plan: Plan, before: Parallelized | None, mesh_before: DeviceMesh | None = None
+    ) -> Parallelized:
         return parallelize(
             self._root,
             plan,
             precision=self._shard_precision.meaning,
             device=self.root_device,
-            mesh=make_mesh(plan, self.root_device.type),
+            mesh=make_mesh(plan, self.root_device.type, mesh_before),
             seed=self.broadcast(torch.initial_seed()),
             before=before,
+            mesh_before=mesh_before,
             forward_methods=self._forward_methods,
         )
 
     @override
-    def lay_out_anew(self, plan: Plan) -> None:
-        layout = self._parallelize(plan, self._layout)
+    def lay_out_anew(self, plan: Plan) -> DeviceMesh | None:
+        before = self._layout
+        assert before is not None
+        mesh_before = make_mesh(before.plan, self.root_device.type)  # anew: the groups of its own mesh may be gone
+        layout = self._parallelize(plan, before, mesh_before)
         self.model = self._root
         self.take_layout(layout)
         self._note_what_trains()
         self._wrap_replicas()
+        if self.sharded:
+            compare_sharded_in_finetuning()
+        return mesh_before
 
     def lay_out_again(self) -> None:
         """The same plan, once the ranks have met again."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -33,8 +34,12 @@ class SizeSearchStrategy(LaidOutStrategy):
         if self.lightning_module is not None:
             take_over_size_finders(self.lightning_module.trainer, self._search_size)
 
-    def lay_out_anew(self, plan: Plan) -> None:
-        """Lay the module out by ``plan`` in mid-run, from the layout it has."""
+    def lay_out_anew(self, plan: Plan) -> DeviceMesh | None:
+        """Lay the module out by ``plan`` in mid-run, from the layout it has, a unit at a time; a collective.
+
+        Returns:
+            The mesh over which shards of the layout before can be gathered, where there were some.
+        """
         raise NotImplementedError
 
     @contextmanager

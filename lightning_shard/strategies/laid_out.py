@@ -92,8 +92,11 @@ class LaidOutStrategy(DDPStrategy):
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
 
-def make_mesh(plan: Plan, device_type: str) -> DeviceMesh | None:
-    """The devices of a sharded plan, an axis each for its replicas, shards and tensor parallelism; else None."""
+def make_mesh(plan: Plan, device_type: str, before: DeviceMesh | None = None) -> DeviceMesh | None:
+    """The devices of a sharded plan, an axis each for its replicas, shards and tensor parallelism; else None.
+
+    ``before`` is a mesh over living groups, taken where it is the same.
+    """
     if plan.strategy == "ddp":
         return None
     shape, names = [plan.dp_shard], ["dp_shard"]
@@ -101,4 +104,6 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh | None:
         shape, names = [plan.dp_replicate, *shape], ["dp_replicate", *names]
     if plan.tp > 1:  # innermost: neighbours, so that it stays inside a node
         shape, names = [*shape, plan.tp], [*names, "tp"]
+    if before is not None and (before.shape, before.mesh_dim_names) == (tuple(shape), tuple(names)):
+        return before
     return keep_timeout(init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names)))

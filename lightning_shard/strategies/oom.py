@@ -68,7 +68,8 @@ class Window:
         return fingerprints(module) != self.prints
 
     def restore(self, module: LightningModule, device: torch.device) -> None:
-        """As it was before the step: what the module counted, its buffers, and the random state."""
+        """As it was before the step, under whatever layout: what the module counted, its buffers, and the random state."""
+        self.prints = fingerprints(module)
         vars(module).update(self.attributes)
         with torch.no_grad():
             for buffer, before in self.buffers:
@@ -118,10 +119,11 @@ class OomLadder:
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """One micro-batch, in place of Lightning's; again under a leaner plan until it goes through."""
-        if self._trainer.global_step - self._first >= self._num_steps or self._sharded:
+        if self._trainer.global_step - self._first >= self._num_steps:
             self.close()
             return self._run(optimizer, batch_idx, kwargs)
         if batch_idx % self._trainer.accumulate_grad_batches == 0 or not self._window.batches:
+            self._trainer.strategy._rest()  # type: ignore[attr-defined]  # ours: parameters are the shards
             self._window = Window.open(self._module, self._device)
         self._window.batches.append((batch_idx, kwargs))
         failed, result = self._attempt(optimizer, again=False)
@@ -153,13 +155,11 @@ class OomLadder:
 
     def _vote(self) -> None:
         self._voted = True
-        if self._flag is not None and not self._sharded:
+        if self._flag is not None:
             self._flag.vote(f"{self._trainer.global_step}/{self._window.batches[-1][0]}")
 
     def _attempt(self, optimizer: Any, *, again: bool) -> tuple[str | None, Any]:
         """(None, result), or why it did not go through: empty where another rank is the reason."""
-        if self._sharded:  # the last rung: from here an error is an error
-            return None, self._step(optimizer, again=again)
         if self._flag is not None:
             self._flag.watch()
         try:
@@ -178,10 +178,11 @@ class OomLadder:
 
     def _climb(self, failed: str) -> None:
         """Leave the step, meet again, and lay the module out by the next plan."""
-        self._trainer.strategy.forget_step()  # type: ignore[attr-defined]  # of a PlanStrategy
+        self._trainer.strategy.let_go()  # type: ignore[attr-defined]  # ours
         for parameter in self._module.parameters():
             parameter.grad = None
         mine = {"failed": failed, "step": self._trainer.global_step, "updated": self._window.updated(self._module)}
+        gc.collect()  # a process group of gloo ends when nothing holds it, and with it the waiting of the others
         everyone = [mine] if self._flag is None else self._flag.meet_again(mine)
         gc.collect()
         if self._device.type == "cuda":
@@ -197,10 +198,6 @@ class OomLadder:
             raise torch.OutOfMemoryError(f"Out of memory on rank {where}, and no plan needs less. {self._explain()}")
         rank_zero_info(f"Out of memory on rank {where}: all ranks do the step again under a leaner plan, {taken}.")
         self._window.restore(self._module, self._device)
-
-    @property
-    def _sharded(self) -> bool:
-        return bool(getattr(self._trainer.strategy, "sharded", False))
 
     @property
     def _module(self) -> LightningModule:
@@ -260,7 +257,6 @@ class OomFlag:
         strategy, world = self._strategy, self._strategy.world_size
         if dist.is_initialized():
             abort_process_groups()
-        strategy.forget_groups()
         self._level += 1
         left = f"{self._level}/left"
         self._store.add(left, 1)

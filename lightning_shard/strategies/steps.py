@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat import fsdp_watch_loss
+from lightning_shard._compat.sharded import fsdp_take_off
 from lightning_shard.parallelize.buffers import SharedBuffers
 from lightning_shard.parallelize.gradients import ShardedGradients
 from lightning_shard.parallelize.order import GatherOrder, HostChannel
@@ -40,9 +41,22 @@ class StepStrategy(PortableStateStrategy):
         if layout.watch is None:
             channel = HostChannel()
             order = GatherOrder(root, channel, layout.ahead)
+            layout.hooks.append(order)
             layout.watch = (order, ShardedGradients(root, channel), SharedBuffers(root))
         self._order, self._gradients, self._buffers = layout.watch
         self._share_next = True
+
+    def let_go(self) -> None:
+        """Forget a forward or backward that an error broke off, and hold no process group; no collective.
+
+        Afterwards the module is as it lies in memory, and needs a new layout.
+        """
+        assert self._layout is not None
+        self._layout.undo()
+        fsdp_take_off(self._root)
+        self._layout.replicated = self._layout.watch = self._order = self._gradients = self._buffers = None
+        self.model = self._root
+        self.forget_groups()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tiny import make_model_folder, write_pairs
 
 from lightning_shard.cli.finetune import BAD_INPUT, DONE, HONEST_NO, main
+from lightning_shard.finetune.checks import settle_world
 from lightning_shard.testing import run_ranks
 
 RECIPE = """
@@ -287,12 +289,35 @@ def test_unknown_keys_are_told(recipe: list[str], capsys: pytest.CaptureFixture[
     assert ended.value.code == BAD_INPUT
 
 
-def test_a_gpu_run_takes_all_gpus_and_a_cpu_run_the_processes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_shard.finetune.checks import num_devices
+def settled(environment: dict[str, str], **asked: Any) -> tuple[Any, Any]:
+    """Nodes and devices of a recipe that two processes are asked for, started with those variables."""
+    trainer = SimpleNamespace(**{"accelerator": "cpu", "devices": "auto", "num_nodes": 1, **asked})
+    settle_world(trainer, 2, environment)
+    return trainer.num_nodes, trainer.devices
 
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert num_devices("cpu", 2) == 2
+
+def test_a_gpu_run_takes_all_gpus_and_a_cpu_run_the_processes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled({}) == (1, 2)
+    assert settled({}, devices=3) == (1, 3)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert num_devices("auto", 2) == "auto"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert num_devices("auto", 2) == 4
+    assert settled({}, accelerator="auto") == (1, "auto")
+
+
+TORCHRUN = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+SLURM = {"SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NAME": "tune"}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
+def test_nodes_and_devices_are_those_that_were_launched(environment: dict[str, str]) -> None:
+    assert settled(environment) == (2, 8)
+    assert settled(environment, num_nodes=2, devices=8) == (2, 8)
+    assert settled(environment, devices="8") == (2, 8)
+    with pytest.raises(ValueError, match=r"trainer.num_nodes=4, but the launcher .* started 2 nodes with 8 processes"):
+        settled(environment, num_nodes=4)
+    with pytest.raises(ValueError, match="trainer.devices=4, but the launcher"):
+        settled(environment, devices=4)
+
+
+def test_slurm_tasks_without_a_number_per_node_are_an_error() -> None:
+    with pytest.raises(ValueError, match="--ntasks-per-node"):
+        settled({"SLURM_NTASKS": "16", "SLURM_JOB_NAME": "tune"})

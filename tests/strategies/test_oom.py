@@ -121,17 +121,40 @@ def test_micro_batches_before_it_are_done_again(micro_batch: int) -> None:
         assert_same(result["parameters"], wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("on_oom", ["error", "replan"])
-def test_a_sharded_module_ends_with_the_error_and_no_rank_waits_long(on_oom: str) -> None:
-    with pytest.raises(RankError, match="What would help, cheapest first"):
-        run_ranks(2, fit, "full", None, 1, "after", on_oom=on_oom, pin={"dp_shard": 2})
+SHARDED = [
+    ("lora", 1, "backward", 1),
+    pytest.param("full", None, "after", 1, marks=SLOW),
+    pytest.param("full", 0, "before", 1, marks=SLOW),
+    pytest.param("full", 1, "backward", 2, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("training", "rank", "where", "accumulate"), SHARDED)
+def test_a_sharded_module_takes_the_next_plan_too(training: str, rank: int | None, where: str, accumulate: int) -> None:
+    first = run_ranks(2, fit, training, 5, 99, where, accumulate=accumulate, pin={"dp_shard": 2})[0]
+    results = run_ranks(2, fit, training, rank, 1, where, accumulate=accumulate, pin={"dp_shard": 2})
+    for result in results:
+        assert result["plan"] == results[0]["plan"]
+        assert result["plan"].strategy == first["plan"].strategy == "fsdp2"
+        assert result["estimate"].device_bytes < first["estimate"].device_bytes
+        assert result["seen"] == 4 * accumulate
+        assert_same(result["parameters"], expected(training, accumulate).parameters)
 
 
 @pytest.mark.slow
-def test_it_climbs_more_than_once() -> None:
-    """While the layout is still whole on every rank."""
-    pin = {"dp_shard": 1}
+def test_a_sharded_module_that_has_no_leaner_plan_ends_with_the_error_and_no_rank_waits_long() -> None:
+    with pytest.raises(RankError, match="no plan needs less(.|\n)*What would help, cheapest first"):
+        run_ranks(2, fit, "full", 1, 1, "after", pin={"dp_shard": 2}, times=99)
+
+
+def test_a_layout_that_stays_says_why() -> None:
+    with pytest.raises(RankError, match="cannot be changed in the run .*: its shards wait in host memory"):
+        run_ranks(2, fit, "full", None, 0, "before", pin={"dp_shard": 2, "offload": "all"}, times=99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pin", [{"dp_shard": 1}, {}], ids=["whole", "sharded-on-the-way"])
+def test_it_climbs_more_than_once(pin: dict[str, Any]) -> None:
     once, twice = (run_ranks(2, fit, "full", None, 0, "after", times=n, pin=pin)[0] for n in (1, 2))
     assert twice["estimate"].device_bytes < once["estimate"].device_bytes
     assert_same(twice["parameters"], expected("full").parameters)
