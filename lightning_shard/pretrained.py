@@ -97,9 +97,9 @@ def _find(stored: dict[str, StoredTensor], name: str, prefix: str) -> StoredTens
 
 
 def _tell(module: nn.Module, folder: str | Path, missing: list[str], unused: list[str]) -> None:
-    new = set(missing) & set(unread(module))  # a tie has a source
+    new = [name for name in unread(module) if name in missing]  # a tie has a source
     if new:
-        log.warning("%s lacks %s: initialised anew, so train it.", folder, _some(sorted(new)))
+        log.warning("%s lacks %s: initialised anew, so train it.", folder, _some(new))
     if unused:
         log.warning("%s also holds %s, which %s does not use.", folder, _some(unused), type(module).__name__)
 
