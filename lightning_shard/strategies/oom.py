@@ -257,6 +257,7 @@ class OomFlag:
         strategy, world = self._strategy, self._strategy.world_size
         if dist.is_initialized():
             abort_process_groups()
+        strategy.forget_groups()
         self._level += 1
         left = f"{self._level}/left"
         self._store.add(left, 1)
