@@ -52,6 +52,7 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
         for file in files:
             merged = {name: _merged(name, value, layers, wanted, dtype, source) for name, value in tensors_in([file])}
             save_file(merged, fresh / file.name, metadata={"format": "pt"})
+            del merged  # before the next file is read
         copy_all(source, fresh, but={file.name for file in files})
         set_dtype(fresh / "config.json", dtype)
         layers.require_all_merged()
