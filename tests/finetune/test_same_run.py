@@ -17,6 +17,7 @@ from lightning_shard.specs import AdapterSpec
 from lightning_shard.testing import run_ranks
 
 GLOBAL_BATCH, STEPS = 6, 20
+REAL = Path(__file__).parents[2] / "runs/models/SmolLM2-135M-Instruct"
 LORA = AdapterSpec(r=4, alpha=8)
 
 
@@ -54,6 +55,7 @@ def fit(
     resume: Path | None = None,
     save_at: int | None = None,
     max_steps: int = STEPS,
+    learning_rate: float = 1e-2,
 ) -> tuple[list[float], int, int]:
     """Losses by optimizer step, micro-batch and accumulation."""
     seed_everything(7, verbose=False)
@@ -70,13 +72,13 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = CausalLM(str(folder / "model"), LORA, learning_rate=1e-2, warmup_steps=2)
+    module = CausalLM(str(folder / "model"), LORA, learning_rate=learning_rate, warmup_steps=2)
     datamodule = make_data(folder, **(data or {}))
     trainer.fit(module, datamodule=datamodule, ckpt_path=resume, weights_only=True)
     return losses.values, datamodule.micro_batch_size or 0, trainer.accumulate_grad_batches
 
 
-def plain_loop(folder: Path) -> list[float]:
+def plain_loop(folder: Path, learning_rate: float = 1e-2) -> list[float]:
     """peft and AdamW by hand, on the same batches."""
     from peft import LoraConfig, get_peft_model
     from transformers import get_cosine_schedule_with_warmup
@@ -90,7 +92,7 @@ def plain_loop(folder: Path) -> list[float]:
     start = lightning_shard.lora(base, r=4, lora_alpha=8, task_type="CAUSAL_LM", seed=7).state_dict()
     model.load_state_dict(start)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
     data = make_data(folder, micro_batch_size=GLOBAL_BATCH)
     data.setup("fit")
@@ -116,6 +118,17 @@ def test_lora_on_two_ranks_follows_a_plain_peft_loop(folder: Path, strategy: str
     assert expected[-1] < expected[0] - 0.2
     for losses, micro, accumulate in run_ranks(2, fit, folder, 2, strategy):
         assert (micro, accumulate) == (1, 3)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_dir(), reason="the pretrained model is fetched by recipes/get_smollm2.py")
+def test_lora_on_a_pretrained_model_follows_a_plain_peft_loop(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(REAL)
+    (tmp_path / "rows.jsonl").symlink_to(REAL.parents[1] / "data/python-docs/train.jsonl")
+    expected = plain_loop(tmp_path, 1e-3)
+    assert expected[-1] < expected[0] - 0.2
+    for losses, *_ in run_ranks(2, fit, tmp_path, 2, "auto-shard", learning_rate=1e-3, timeout_s=900):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
