@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.checkered import checkered
 
 import lightning_shard
 
@@ -57,8 +58,7 @@ def test_the_import_is_light(line: str) -> None:
     assert run(line, "import sys", f"print([name for name in {HEAVY} if name in sys.modules])") == "[]"
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "lightning-first"])
+@pytest.mark.parametrize(*checkered(package=["lightning.pytorch", "pytorch_lightning"], ours_first=[True, False]))
 def test_a_trainer_finds_the_strategies_by_name(package: str, ours_first: bool) -> None:
     _require(package)
     lines = ["import lightning_shard", f"import {package}"]

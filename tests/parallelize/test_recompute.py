@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkered import checkered
 from helpers.llama import NUM_BLOCKS, TinyLlama, Training, make_llama, make_tokens
 from torch import Tensor
 
@@ -26,10 +27,9 @@ def run(num_ranks: int, plan: Plan, training: Training, precision: str) -> list[
     return run_ranks(num_ranks, run_trainer, make, make_tokens, strategy=strategy, precision=precision, max_steps=3)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("training", ["lora", "full"])
-@pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("layout", PLANS)
+@pytest.mark.parametrize(
+    *checkered(layout=PLANS, kind=["full", "selective"], training=["lora", "full"], precision=["32-true", "bf16-true"])
+)
 def test_recomputing_keeps_the_numbers(layout: str, kind: Any, training: Training, precision: str) -> None:
     plain = run(2, Plan(**PLANS[layout]), training, precision)[0]
     plan = Plan(**PLANS[layout], activation_checkpoint=kind, activation_checkpoint_blocks=2)

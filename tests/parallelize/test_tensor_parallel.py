@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkered import checkered
 from helpers.llama import TinyLlama, Training, make_llama, make_tokens
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -49,9 +50,7 @@ def one_process(model: Any, training: Training, tied: bool) -> RunResult:
     return run_ranks(1, run_trainer, partial(model, training, tied=tied), make_tokens, **OPTIONS)[0]
 
 
-@pytest.mark.parametrize("training", ["lora", "full"])
-@pytest.mark.parametrize("model", [TinyLlama, TinyQwen])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(*checkered(name=PLANS, model=[TinyLlama, TinyQwen], training=["lora", "full"]))
 def test_splitting_keeps_the_numbers(name: str, model: Any, training: Training) -> None:
     tied = model is TinyLlama
     for result in run(PLANS[name], partial(model, training, tied=tied)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 from hand_specs import cluster
+from helpers.checkered import checkered
 
 from lightning_shard.planner import estimate
 from lightning_shard.plans import Plan
@@ -66,8 +67,7 @@ def _agree(folder: Path, train: TrainSpec, plan: Plan, within: float) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(*checkered(plan=PLANS, kind=["full", "lora"]))
 def test_llama(plan: str, kind: str, tmp_path: Path) -> None:
     _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), PLANS[plan], 0.01)
 
@@ -88,9 +88,7 @@ def test_families(family: str, kind: str, plan: str, tmp_path: Path) -> None:
     _agree(_folder(family, tmp_path), _wishes(kind, "bf16-true"), PLANS[plan], 0.01)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(*checkered(kind=["full", "lora"], plan=["ddp", "fsdp2"], policy=["full", "selective"]))
 def test_recomputing(kind: str, plan: str, policy: str, tmp_path: Path) -> None:
     fields = {**PLANS[plan].to_dict(), "activation_checkpoint": policy}
     _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), Plan.from_dict(fields), 0.02)
@@ -110,8 +108,7 @@ def test_other_ways_to_reduce(plan: Plan, tmp_path: Path) -> None:
     _agree(_folder("llama", tmp_path), train, plan, 0.015)
 
 
-@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "fsdp2-kept", "half-resident"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(*checkered(kind=["full", "lora"], plan=["ddp", "fsdp2", "fsdp2-kept", "half-resident"]))
 def test_traffic(plan: str, kind: str, tmp_path: Path) -> None:
     """Bytes sent follow from what the collectives carry: (n-1)/n of a gather or reduction, twice that of a sum."""
     folder, train = _folder("llama", tmp_path), _wishes(kind, "bf16-true")
@@ -144,8 +141,7 @@ def test_more_families(family: str, kind: str, plan: Plan, tmp_path: Path) -> No
     _agree(tmp_path, _wishes(kind, "bf16-true"), plan, 0.05 if plan.dp_shard > 1 else 0.01)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "half-resident", "recompute"])
+@pytest.mark.parametrize(*checkered(layout=["ddp", "fsdp2", "half-resident", "recompute"], kind=["full", "lora"]))
 def test_small_tensors_count_as_the_allocator_hands_them_out(layout: str, kind: str, tmp_path: Path) -> None:
     """Norms and adapters of a tiny model take 512 bytes each, however small: 2 to 7 % of what such a step counts."""
     tiny = {**CONFIGS["llama"], "hidden_size": 64, "intermediate_size": 160, "vocab_size": 256}

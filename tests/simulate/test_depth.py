@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from helpers.checkered import checkered
 from helpers.llama import make_llama
 
 from lightning_shard.plans import Plan
@@ -28,11 +29,9 @@ def twelve(plan: Plan, train: TrainSpec, depth: str) -> Simulation:
     return simulate(lambda: make_llama(num_hidden_layers=12), train, plan, depth=depth)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "adapter", [None, pytest.param(AdapterSpec(r=4), marks=pytest.mark.slow)], ids=["full", "lora"]
-)
-@pytest.mark.parametrize("name", PLANS)
-def test_extrapolated_is_the_full_run(name: str, adapter: AdapterSpec | None) -> None:
+@pytest.mark.parametrize(*checkered(name=PLANS, training=["full", "lora"]))
+def test_extrapolated_is_the_full_run(name: str, training: str) -> None:
+    adapter = AdapterSpec(r=4) if training == "lora" else None
     train, plan = TrainSpec(micro_batch_size=4, seq_len=64, adapter=adapter), PLANS[name]
     full, guess = (twelve(plan, train, depth) for depth in ("full", "extrapolated"))
     assert guess.depths == (4, 5, 6)

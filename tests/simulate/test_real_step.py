@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.checkered import checkered
 from helpers.llama import make_llama
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,9 +88,9 @@ def real_step(plan: Plan, train: TrainSpec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("adapter", [None, AdapterSpec(r=4, dropout=0.1)], ids=["full", "lora"])
-@pytest.mark.parametrize("name", PLANS)
-def test_simulated_bytes_are_those_of_a_real_step(name: str, adapter: AdapterSpec | None, precision: str) -> None:
+@pytest.mark.parametrize(*checkered(name=PLANS, training=["full", "lora"]))
+def test_simulated_bytes_are_those_of_a_real_step(name: str, training: str, precision: str) -> None:
+    adapter = AdapterSpec(r=4, dropout=0.1) if training == "lora" else None
     train = TrainSpec(
         micro_batch_size=2,
         seq_len=48,

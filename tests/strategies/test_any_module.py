@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkered import checkered
 from helpers.regression import WIDTH, OddlyNamedBlock, Regression, block_net, make_vectors
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -145,8 +146,7 @@ def assert_module_keeps_its_numbers(make: Any, num_ranks: int, strategy: Any) ->
         assert_parity(result, expected)
 
 
-@pytest.mark.parametrize("make", MODULES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(*checkered(strategy=STRATEGIES, make=MODULES))
 def test_any_module_keeps_its_numbers(strategy: str, make: Any) -> None:
     assert_module_keeps_its_numbers(make, *STRATEGIES[strategy])
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkered import checkered
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
 from torch import Tensor, nn
@@ -85,8 +86,7 @@ def by_lightning() -> dict[str, list[dict[str, Tensor]]]:
     return {model: run_ranks(2, go_through, "ddp", model, ORDERS[:1])[0] for model in MODELS}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(*checkered(strategy=STRATEGIES, model=MODELS))
 def test_every_entry_point_in_every_order(
     strategy: str, model: str, by_lightning: dict[str, list[dict[str, Tensor]]]
 ) -> None:

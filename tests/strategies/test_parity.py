@@ -4,6 +4,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from helpers.checkered import checkered
 from helpers.llama import TinyLlama, Training, make_tokens
 
 from lightning_shard import AutoShardStrategy, FSDP2Strategy
@@ -45,11 +46,9 @@ def one_process(training: Training, tied: bool, loop: str) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("training", ["full", "lora"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_parameters_are_those_of_one_process(layout: str, training: Training, tied: bool, loop: str) -> None:
+@pytest.mark.parametrize(*checkered(layout=LAYOUTS, training=["full", "lora"], head=["untied", "tied"], loop=LOOPS))
+def test_losses_and_parameters_are_those_of_one_process(layout: str, training: Training, head: str, loop: str) -> None:
+    tied = head == "tied"
     num_ranks, strategy = LAYOUTS[layout]
     for result in run(num_ranks, strategy, partial(TinyLlama, training, tied=tied), loop):
         assert_parity(result, one_process(training, tied, loop))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.checkered import checkered
 from helpers.llama import TinyLlama, Training, make_tokens
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -46,8 +47,7 @@ def train(
     return trained_parameters(module)
 
 
-@pytest.mark.parametrize("training", ["full", "lora"])
-@pytest.mark.parametrize("after", ["one", "ddp-2", "fsdp2-2"])
+@pytest.mark.parametrize(*checkered(after=["one", "ddp-2", "fsdp2-2"], training=["full", "lora"]))
 @pytest.mark.parametrize(
     "before", [pytest.param(name, marks=pytest.mark.slow if "hsdp" in name else ()) for name in LAYOUTS]
 )
