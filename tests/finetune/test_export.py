@@ -65,7 +65,7 @@ def test_adapter_loads_in_a_fresh_process_with_equal_logits(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"])
 def test_a_model_trained_in_full_is_a_whole_folder(tmp_path: Path, tied: bool) -> None:
     model = load(str(make_model_folder(tmp_path / "base", tied=tied)), torch.float32)
     expected = disturb(model)
@@ -90,7 +90,7 @@ def save_sharded(base: Path, out: Path, lora: bool) -> list[list[float]] | None:
     return logits.tolist() if first else None
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lora", "full"])
 def test_a_sharded_model_is_saved_whole(tmp_path: Path, lora: bool) -> None:
     base = make_model_folder(tmp_path / "base")
     expected, _ = run_ranks(2, save_sharded, base, tmp_path / "out", lora)
