@@ -7,7 +7,6 @@ Each private name carries the reason it is needed and when it can go.
 
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,8 +55,6 @@ __all__ = [
     "mesh_arithmetic",
     "outside_modes",
     "reduce_scatter_single",
-    "profiler_is_running",
-    "quiet_profiler",
     "rank_zero_info",
     "run_micro_batch",
     "restart_loading",
@@ -199,19 +196,6 @@ def fsdp_reset(root: FSDPModule) -> None:
     reset: Callable[[], None] | None = getattr(root, "reset_iter_state", None)
     if reset is not None:
         reset()
-
-
-def profiler_is_running() -> bool:
-    """Whether a profiler is at work in this thread: a second one would fail. Private until torch has a question for it."""
-    return bool(torch._C._autograd._profiler_enabled())
-
-
-def quiet_profiler() -> None:
-    """Keep torch's profiler from writing two lines to the error stream per use, unless the user asked for its messages.
-
-    Kineto reads its level when it is first used. Can go when torch does not print at its default level.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train_loaders(trainer: "Trainer") -> Any:

@@ -40,9 +40,9 @@ def collective_timeout() -> timedelta | None:
     return None
 
 
-def new_group(backend: str | None = None) -> Any:
-    """A group of all ranks beside the default one, whose collectives may take as long as that one's."""
-    return dist.new_group(backend=backend, timeout=collective_timeout())
+def new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    """A group of these ranks (all by default) beside the default one, whose collectives may take as long as that one's."""
+    return dist.new_group(ranks, backend=backend, timeout=collective_timeout())
 
 
 def keep_timeout(mesh: DeviceMesh) -> DeviceMesh:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_shard._compat import profiler_is_running, quiet_profiler
+from lightning_shard._compat.profiling import plain_events, profiler_is_running, quiet_profiler
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
@@ -90,34 +90,6 @@ class ProfilerWindow:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlainEvent:
-    """One event as the profiler recorded it, times in microseconds."""
-
-    name: str
-    device_type: Any
-    time_range: Any
-
-
-@dataclass(frozen=True, slots=True)
-class TimeRange:
-    """Microseconds of the profiler's clock."""
-
-    start: float
-    end: float
-
-
-def plain_events(finished: profile) -> list[PlainEvent]:
-    """What a profile recorded, without the tree of calls that ``events()`` builds: that takes longer than the step."""
-    results: Any = getattr(finished.profiler, "kineto_results", None)
-    if results is None:
-        return []
-    return [
-        PlainEvent(each.name(), each.device_type(), TimeRange(each.start_ns() / 1e3, each.end_ns() / 1e3))
-        for each in results.events()
-    ]
 
 
 def sort_events(events: Iterable[Any], *, on_device: bool) -> tuple[list[Interval], list[Interval]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard._compat import all_gather_single
+from lightning_shard._compat.groups import new_group
 from lightning_shard.hardware.profile import LinkProfile, fit_link
 
 SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20)
@@ -59,7 +60,7 @@ def _groups(world: int, local_size: int) -> list[tuple[Scope, dist.ProcessGroup 
     mine: list[tuple[Scope, dist.ProcessGroup | None]] = []
     for scope, partition in (("intra", nodes), ("inter", equals)):
         for ranks in partition:
-            group = dist.new_group(ranks)  # every rank makes every group
+            group = new_group(ranks=ranks)  # every rank makes every group
             if rank in ranks:
                 mine.append((scope, group))  # type: ignore[arg-type]
     return mine
