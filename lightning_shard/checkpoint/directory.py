@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.atomic import commit, partial_path, remove, remove_abandoned
 from lightning_shard.checkpoint.errors import CheckpointError
-from lightning_shard.checkpoint.manifest import Stamp, newest_whole, read_manifest, require_whole, stamp, write_manifest
+from lightning_shard.checkpoint.manifest import Stamp, read_manifest, require_whole, say_newest, stamp, write_manifest
 from lightning_shard.checkpoint.remote import AnyPath
 from lightning_shard.checkpoint.storage import StoredTensors, write_synced, write_tensors
 from lightning_shard.parallelize.together import gather, on_all_ranks, rank_in
@@ -181,7 +181,8 @@ def _finish(fresh: Path, target: Path, stamps: list[dict[str, Stamp]]) -> None:
 
 def _write_failure(error: Exception, target: Path) -> str:
     """One message for whatever went wrong while writing, with what is left to go on from."""
-    last = newest_whole(target.parent) if target.parent.is_dir() else None
     room = f"Its file system has {shutil.disk_usage(target.parent).free} bytes free. " if target.parent.is_dir() else ""
-    kept = f"The newest good checkpoint is {str(last)!r}." if last else "There is no other good checkpoint beside it."
-    return f"The checkpoint {target} was not written, and nothing of it was left behind: {error}. {room}{kept}"
+    return (
+        f"The checkpoint {target} was not written, and nothing of it was left behind: {error}. "
+        f"{room}{say_newest(target.parent)}"
+    )

@@ -133,6 +133,12 @@ def newest_whole(folder: AnyPath, but: AnyPath | None = None) -> AnyPath | None:
     return next((path for path in found if _is_whole(path)), None)
 
 
+def say_newest(folder: AnyPath) -> str:
+    """A sentence on what is left in ``folder`` to go on from."""
+    last = newest_whole(folder) if folder.is_dir() else None
+    return f"The newest good checkpoint is {str(last)!r}." if last else "There is no other good checkpoint beside it."
+
+
 def _is_link(path: AnyPath) -> bool:
     return isinstance(path, Path) and path.is_symlink()
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.directory import PLAN, STATE, TRAINER, Contents
 from lightning_shard.checkpoint.errors import CheckpointError
-from lightning_shard.checkpoint.manifest import MANIFEST, Stamp, newest_whole, stamp, write_manifest
+from lightning_shard.checkpoint.manifest import MANIFEST, Stamp, say_newest, stamp, write_manifest
 from lightning_shard.checkpoint.remote import RemotePath
 from lightning_shard.checkpoint.storage import write_tensors
 from lightning_shard.parallelize.together import gather, on_all_ranks, rank_in
@@ -104,8 +104,7 @@ def _remove_others(target: RemotePath, name: str) -> None:
 
 
 def _write_failure(error: Exception, target: RemotePath) -> str:
-    last = None
+    kept = ""
     with contextlib.suppress(Exception):  # the storage may be what failed
-        last = newest_whole(target.parent)
-    kept = f"The newest good checkpoint is {str(last)!r}." if last else "There is no other good checkpoint beside it."
+        kept = say_newest(target.parent)
     return f"The checkpoint {target} was not written: {error}. {kept}"

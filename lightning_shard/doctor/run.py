@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_shard._compat import LightningModule, Trainer
+from lightning_shard.checkpoint.remote import is_remote
 from lightning_shard.doctor.finding import Finding
 from lightning_shard.doctor.machine import check_disk, check_files, check_shared_memory
 from lightning_shard.specs import format_bytes
@@ -46,7 +47,7 @@ def check_checkpoints(trainer: Trainer, module: nn.Module) -> Iterator[Finding]:
     checkpointing = [
         callback
         for callback in trainer.checkpoint_callbacks
-        if "://" not in str(getattr(callback, "dirpath", None) or "://")
+        if (folder := getattr(callback, "dirpath", None)) and not is_remote(folder)
     ]
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad) * MASTER_STATE_BYTES
     whole = trained + sum(p.numel() * p.element_size() for p in module.parameters() if not p.requires_grad)
