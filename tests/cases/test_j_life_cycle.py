@@ -62,10 +62,11 @@ def test_j5_training_after_inference_mode(first: str, reshard: bool) -> None:
     trainer = Trainer(
         **QUIET, strategy=FSDP2Strategy(reshard_after_forward=reshard), devices=2, max_epochs=1, inference_mode=True
     )
-    utilities.dist = SimpleNamespace(get_backend=lambda: "nccl")  # type: ignore[assignment]
-    getattr(trainer, first)(module, data)
-    assert module.was_inference
-    trainer.fit(module, data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "dist", SimpleNamespace(get_backend=lambda: "nccl"))
+        getattr(trainer, first)(module, data)
+        assert module.was_inference
+        trainer.fit(module, data)
     assert trainer.global_step == 4
 
 

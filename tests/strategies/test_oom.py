@@ -196,8 +196,9 @@ def test_after_the_first_steps_it_is_an_error() -> None:
 
 
 def fit_late() -> None:
-    auto_oom.GUARDED_STEPS = 1
-    fit("full", 0, 2, "before")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_oom, "GUARDED_STEPS", 1)
+        fit("full", 0, 2, "before")
 
 
 def test_an_error_that_is_none_of_memory_passes() -> None:

@@ -29,9 +29,10 @@ class Plans(Callback):
 
 
 def tuned(strategy: Any) -> tuple[list[float | None], list[int], Any]:
-    tuning.SIZES_MB = (0.01, 0.03)
     seen = Plans()
-    result = run_trainer(TinyLlama, make_tokens, strategy=strategy, max_steps=12, callbacks=[seen])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "SIZES_MB", (0.01, 0.03))
+        result = run_trainer(TinyLlama, make_tokens, strategy=strategy, max_steps=12, callbacks=[seen])
     # One more, of a few numbers, when the ranks compare their times.
     return seen.sizes_mb, [sum(size > 32 for _, size in step.calls) for step in result.collectives], result
 
@@ -52,7 +53,12 @@ def test_sizes_are_tried_in_turn_and_all_ranks_keep_one() -> None:
 @ranks(2)
 def test_the_choice_is_by_the_slowest_rank_and_needs_a_clear_gain() -> None:
     clock = [0.0]
-    tuning.time.perf_counter = lambda: clock[0]  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning.time, "perf_counter", lambda: clock[0])
+        choose(clock)
+
+
+def choose(clock: list[float]) -> None:
     # Rank 1 is slow with the second size, both are a little faster with the third and clearly with none.
     seconds = [[1.0, 0.5, 0.99], [1.0, 2.0, 0.99]][dist.get_rank()]
     tuner = BucketTuner(8.0, 16 * 2**20, torch.device("cpu"))
