@@ -24,6 +24,7 @@ __all__ = [
     "is_oom_error",
     "model_checkpoints",
     "num_data_ranks",
+    "name_epochs_plainly",
     "saves_on_exception",
     "take_over_links",
     "take_over_loop",
@@ -101,6 +102,17 @@ def take_over_size_finders(
         if isinstance(callback, BatchSizeFinder):
             callback.setup = functools.partial(_setup_finder, callback)  # type: ignore[method-assign]
             callback.scale_batch_size = functools.partial(_search, callback, search)  # type: ignore[method-assign]
+
+
+def name_epochs_plainly(trainer: "Trainer") -> None:
+    """Have Lightning's rich progress bar say "Epoch 0", not "Epoch 0/-2", where steps and not epochs end the run.
+
+    It counts to ``max_epochs - 1`` and takes the -1 that stands for "no limit" for a number; can go when it does not.
+    """
+    bar: Any = trainer.progress_bar_callback
+    if trainer.max_epochs == -1 and hasattr(bar, "_get_train_description"):
+        describe = bar._get_train_description
+        bar._get_train_description = lambda epoch: describe(epoch).replace("/-2", "")
 
 
 class _OneDevice:

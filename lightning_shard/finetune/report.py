@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_shard._compat.trainer import name_epochs_plainly
 from lightning_shard.finetune.classify import Classifier
 from lightning_shard.finetune.data import InstructionData
 from lightning_shard.finetune.describe import data_facts
@@ -93,6 +94,11 @@ class FinetuneReport(Callback):
         self.outcome = Outcome()
         self._start = time.monotonic()
         self._shown: object = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            name_epochs_plainly(trainer)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

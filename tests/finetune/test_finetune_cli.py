@@ -75,6 +75,8 @@ def test_what_people_see(recipe: list[str], capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"Validation loss +\d\.\d{4} before, \d\.\d{4} after \([+-]\d+\.\d%\)", printed)
     assert printed.count("Question") == 2
     assert "1 optimizer steps" in printed
+    assert "Epoch 0 " in printed
+    assert "/-2" not in printed  # epochs without an end
 
 
 def test_full_fine_tuning_writes_a_whole_model(

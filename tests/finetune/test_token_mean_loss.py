@@ -81,8 +81,9 @@ def loader(batches: list[list[float]]) -> DataLoader[Tensor]:
         ([[TEN, NINE_ONES], [NINE_ONES, TEN]], 2, [38 / 20]),
         ([[TEN, NINE_ONES, [2.0]], [NINE_ONES, TEN, [3.0, 3.0]]], 2, [38 / 20, 8 / 3]),  # a shorter last window
         ([[TEN], [[]]], 1, [10.0]),  # a rank with nothing to learn
+        ([[TEN, TEN], [TEN, TEN]], 2, [10.0]),  # over-corrected by ranks or micro-batches it would be 5, 20 or 40
     ],
-    ids=["one-batch", "accumulated", "last-window", "empty-rank"],
+    ids=["one-batch", "accumulated", "last-window", "empty-rank", "equal-lengths"],
 )
 def test_gradient_is_the_mean_over_all_tokens_of_two_ranks(
     batches_of_rank: list[list[list[float]]], accumulate: int, expected: list[float], strategy: str
