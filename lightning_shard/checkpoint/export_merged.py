@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.export import (
     whole_folder,
 )
 from lightning_shard.checkpoint.write import ADAPTER, KEY
+from lightning_shard.pretrained import model_folder
 
 ADAPTER_WEIGHTS, NAME = "adapter_model.safetensors", "default"
 
@@ -154,15 +155,10 @@ def _base_folder(saved: SavedCheckpoint, base: str | None) -> Path:
     path = base or (saved.trainer[KEY]["base"] or {}).get("path")
     if not path:
         raise ValueError("The checkpoint does not say where its base lies. Give its folder or hub id with --base.")
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(path))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-            raise ValueError(f"The base {path!r} is neither a folder nor on the hub. Give it with --base.") from error
+    try:
+        folder = model_folder(path)
+    except ValueError as error:
+        raise ValueError(f"The base {path!r} is neither a folder nor on the hub. Give it with --base.") from error
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no safetensors files. Save the base with save_pretrained first.")
     return folder

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.finetune.hub import pretrained, pretrained_model
 from lightning_shard.finetune.model import add_adapters
+from lightning_shard.finetune.streamed import reads_streams, streamed_model
 from lightning_shard.finetune.tuned import TunedModel
 from lightning_shard.parallelize.together import on_all_ranks
 from lightning_shard.specs import AdapterSpec
@@ -117,9 +118,14 @@ class Classifier(TunedModel):
             "label2id": {name: i for i, name in enumerate(names)},
         }
         dtype = self.loaded_dtype
+        new = (*HEADS, "pooler")
+        if self.pretrained and reads_streams(self.trainer.strategy):
+            streamed = streamed_model(self.path, dtype, auto_class=auto, new=new, **labels)
+            if streamed is not None:
+                return streamed
         if self.pretrained:
             options = {"dtype": dtype, "ignore_mismatched_sizes": True, **labels}  # a head for other labels is replaced
-            return pretrained_model(auto, self.path, new=(*HEADS, "pooler"), **options).train()
+            return pretrained_model(auto, self.path, new=new, **options).train()
         config = pretrained(transformers.AutoConfig, self.path, **labels)
         return auto.from_config(config, dtype=dtype).train()
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from lightning_shard.parallelize.materialize import start_anew
+
 RULE = "Give a folder with a config.json, a tokenizer and safetensors weights, or a hub id such as 'owner/name'."
 
 
@@ -34,20 +36,23 @@ def pretrained_model(auto_class: Any, path: str, *, new: tuple[str, ...] = (), *
     Args:
         auto_class: with ``from_pretrained``.
         path: folder or hub id.
-        new: parts of names that may be missing, as a head that is trained from the start.
+        new: parts of names that may be missing or of another shape, as a head that is trained from the start; it starts
+            from the run's seed and its name.
         options: of ``from_pretrained``.
 
     Raises:
         ValueError: when it cannot be loaded, or some weight is not in its files: it would be left at random.
     """
     model, told = pretrained(auto_class, path, output_loading_info=True, **options)
-    missing = sorted(key for key in told["missing_keys"] if not any(part in key for part in new))
+    anew = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
+    missing = sorted(key for key in anew if not any(part in key for part in new))
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
             f"model.path={path!r} lacks weights of its {type(model).__name__}: {', '.join(missing[:3])}{more}. They would "
             "start at random. Complete the download, or give the model whose config.json this is."
         )
+    start_anew(model, [name for name in model.state_dict() if name in anew], torch.initial_seed())
     return model
 
 

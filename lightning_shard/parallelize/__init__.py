@@ -21,7 +21,7 @@ from lightning_shard.parallelize.agree import agree_on_start
 from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_unit, places_of, require_castable
 from lightning_shard.parallelize.compiling import compile_blocks
 from lightning_shard.parallelize.flat import FlatGradients
-from lightning_shard.parallelize.materialize import Materializer
+from lightning_shard.parallelize.materialize import Materializer, agree_on_starts
 from lightning_shard.parallelize.prefetch import has_streams, prefetch_lists
 from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
@@ -142,6 +142,7 @@ def parallelize(
     waiting = find_places(module)
     require_same_files(waiting)
     sent_bytes = agree_on_start(module, device)
+    agree_on_starts(module)
     uncovered, replicated = storage.compute_dtypes, None
     if plan.strategy == "fsdp2":
         assert mesh is not None

@@ -7,7 +7,7 @@ error, never whatever the memory held.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.parallelize.streaming import find_places
+from lightning_shard.parallelize.together import gather, size_of
 from lightning_shard.parallelize.weights import StoredTensor
 
 _START = "_lightning_shard_start"
+_LOADED = "_is_hf_initialized"
+"""transformers' mark on what it has initialised or loaded, which its own rule then leaves alone."""
 
 
 class Materializer:
@@ -64,7 +67,7 @@ class Materializer:
                 if id(module) in made and _is_adapter_layer(module):
                     _start_adapter(module, self._seed, name)
                 elif id(module) in made:
-                    with seeded(self._seed, name):
+                    with seeded(*module.__dict__.get(_START, (self._seed, name))[:2]):
                         _initialise(module, owner)
                 self._read(module)
             elif touched & {id(child) for child in module.modules()}:
@@ -117,9 +120,39 @@ def seeded(seed: int, name: str) -> Iterator[None]:
         yield
 
 
-def note_start(layer: nn.Module, seed: int, name: str, init: bool | str) -> None:
-    """Say how an adapter layer on the meta device starts: as one that was made from real tensors would."""
+def note_start(layer: nn.Module, seed: int, name: str, init: bool | str = True) -> None:
+    """Say how a layer on the meta device starts: as one that was made from real tensors would."""
     layer.__dict__[_START] = (seed, name, init)
+
+
+def agree_on_starts(root: nn.Module) -> None:
+    """Have every layer start as rank 0 noted it: ranks may be seeded unlike. Collective where anything is noted."""
+    noted = {name: layer for name, layer in root.named_modules() if _START in layer.__dict__}
+    if not noted or size_of() == 1:
+        return
+    for name, start in gather({name: layer.__dict__[_START] for name, layer in noted.items()})[0].items():
+        noted[name].__dict__[_START] = start
+
+
+@torch.no_grad()
+def start_anew(model: nn.Module, names: Sequence[str], seed: int) -> None:
+    """Have the tensors ``names`` of a transformers model start by its own rule, from numbers of their layer's name.
+
+    Of a layer on the meta device it is noted. Other tensors of the same layer keep their values.
+    """
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        layer = model.get_submodule(path)
+        own = {f"{path}.{key}": t for key, t in itertools.chain(layer._parameters.items(), layer._buffers.items())}
+        if any(tensor is not None and tensor.is_meta for tensor in own.values()):
+            note_start(layer, seed, path)
+            continue
+        kept = {name: t.clone() for name, t in own.items() if t is not None and name not in names}
+        for name in own.keys() & set(names):
+            own[name].__dict__.pop(_LOADED, None)  # type: ignore[union-attr]
+        with seeded(seed, path):
+            _initialise(layer, model)
+        for name, value in kept.items():
+            own[name].copy_(value)  # type: ignore[union-attr]
 
 
 def _start_adapter(layer: nn.Module, seed: int, name: str) -> None:

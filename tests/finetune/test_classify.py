@@ -1,35 +1,15 @@
 """Classifiers of texts and images."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch import Trainer, seed_everything
-from tiny import make_tokenizer
-from transformers import BertConfig, BertModel
+from tiny import make_encoder, write_rows
 
 from lightning_shard.finetune import LabelledText, TextClassifier
 from lightning_shard.finetune.encode import IGNORED
 from lightning_shard.specs import AdapterSpec
 from lightning_shard.testing import run_ranks
-
-
-def make_encoder(folder: Path) -> str:
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(**sizes, vocab_size=len(tokenizer), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def write_rows(file: Path, number: int = 24) -> str:
-    words = {"good": "a list in order", "bad": "what is what", "even": "sorted sorted"}
-    rows = [{"text": f"{words[label]} {i}", "label": label} for i in range(number // 3) for label in words]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 def accuracy(folder: Path, ranks: int, strategy: str, *, lora: bool) -> tuple[float, float, float]:
