@@ -37,11 +37,12 @@ def main(argv: list[str]) -> int:
 
 def _show(profile: LinkProfile, output: str | None) -> None:
     table = Table(title=f"{profile.world_size} ranks over {profile.backend}, {profile.date}")
-    for column in ("link", "GB/s", "latency us"):
+    for column in ("link", "GB/s", "all-gather", "all-reduce", "latency us"):
         table.add_column(column, justify="left" if column == "link" else "right")
     for name, link in (("inside a node", profile.intra), ("between nodes, a whole node", profile.inter)):
         if link is not None:
-            table.add_row(name, f"{link.bytes_per_s / 1e9:.2f}", f"{link.latency_s * 1e6:.0f}")
+            reached = (f"{link.all_gather_share:.0%}", f"{link.all_reduce_share:.0%}")
+            table.add_row(name, f"{link.bytes_per_s / 1e9:.2f}", *reached, f"{link.latency_s * 1e6:.0f}")
     console = Console()
     console.print(table)
     if output:

@@ -36,7 +36,7 @@ class Link:
 
     name: str
     bytes_per_s: float
-    """Bandwidth a collective reaches (bus bandwidth in nccl-tests' terms): a planning value below the peak."""
+    """Bandwidth a transfer reaches (bus bandwidth in nccl-tests' terms): a planning value below the peak."""
     latency_s: float
     """Time of one hop of a collective, launch included."""
     peak_bytes_per_s: float
@@ -45,6 +45,10 @@ class Link:
     """Inside a node, or between nodes."""
     shared_by_node: bool = False
     """One adapter for the whole node, so its devices divide the bandwidth."""
+    all_gather_share: float = 1.0
+    """What all-gathers and reduce-scatters reach of ``bytes_per_s``, where that was measured."""
+    all_reduce_share: float = 1.0
+    """Likewise all-reduces, which also wait for the sums."""
     source: str = ""
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_shard.hardware.cluster import Cluster, Link
 
@@ -25,7 +26,7 @@ class LinkProfile:
     world_size: int = 1
     date: str = ""
     timings: tuple[dict[str, Any], ...] = ()
-    """Every measurement: scope, collective, ranks, bytes, seconds."""
+    """Every measurement: scope, kind, ranks, bytes, seconds."""
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster with measured links where there are any."""
@@ -56,40 +57,66 @@ class LinkProfile:
             ) from error
 
 
-def fit_link(name: str, scope: Any, timings: list[tuple[int, int, int, float]], *, source: str) -> Link:
-    """Latency and bandwidth that explain measured collectives.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One measurement: a transfer from one rank to another, or a collective around a ring."""
 
-    A collective that passes ``k`` times around a ring of ``n`` ranks takes
-    ``k (n-1) latency + k (n-1)/n bytes / bandwidth`` (k is 1 for an all-gather, 2 for an all-reduce). The bandwidth is
-    what the two largest sizes differ by, which a network that lets short bursts through unhindered does not blur; the
-    latency is what is left of the smallest size. Both are the median over kinds of collective, neither below zero.
+    kind: Literal["send", "all_gather", "all_reduce"]
+    ranks: int
+    size_bytes: int
+    """Of what is sent, or of the collective's whole side."""
+    seconds: float
+
+    @property
+    def hops(self) -> int:
+        """Steps one after the other: an all-reduce passes around the ring twice."""
+        return {"send": 1, "all_gather": self.ranks - 1, "all_reduce": 2 * (self.ranks - 1)}[self.kind]
+
+    @property
+    def volume_bytes(self) -> float:
+        """Bytes that each rank sends."""
+        return self.size_bytes if self.kind == "send" else self.hops / self.ranks * self.size_bytes
+
+
+def fit_link(name: str, scope: Literal["intra", "inter"], timings: Sequence[Timing], *, source: str) -> Link:
+    """Latency and bandwidth that explain what was measured.
+
+    Each takes ``hops x latency + volume / bandwidth``. The bandwidth of a kind is what its two largest sizes differ by,
+    which a network that lets short bursts through unhindered does not blur. The link's is that of its fastest kind: it
+    carried that much; what the collectives reach of it is said beside it (on gloo an all-gather leaves a slow network
+    idle for up to a third of its time, an all-reduce does not). The latency is what is left of the smallest size, the
+    median over kinds, not below zero.
 
     Args:
         name: of the link.
         scope: "intra" or "inter".
-        timings: (k, n, bytes of the whole side, seconds) of each measurement.
+        timings: of at least one kind.
         source: where the figures come from.
     """
-    kinds: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for k, n, size, seconds in timings:
-        kinds.setdefault((k, n), []).append((k * (n - 1) / n * size, seconds))
-    per_byte_s = statistics.median(_slope(sorted(rows)) for rows in kinds.values())
-    latencies = []
-    for (k, n), rows in kinds.items():
-        volume, seconds = min(rows)
-        latencies.append((seconds - volume * per_byte_s) / (k * (n - 1)))
-    latency_s = max(0.0, statistics.median(latencies))
-    bandwidth = 1.0 / per_byte_s
+    kinds: dict[str, list[Timing]] = {}
+    for timing in sorted(timings, key=lambda each: each.volume_bytes):
+        kinds.setdefault(timing.kind, []).append(timing)
+    speeds = {kind: _bytes_per_s(rows) for kind, rows in kinds.items()}
+    most = max(speeds.values())
+    smallest = [rows[0] for rows in kinds.values()]
+    latencies = [(each.seconds - each.volume_bytes / speeds[each.kind]) / each.hops for each in smallest]
     return Link(
-        name=name, bytes_per_s=bandwidth, peak_bytes_per_s=bandwidth, latency_s=latency_s, scope=scope, source=source
+        name=name,
+        bytes_per_s=most,
+        peak_bytes_per_s=most,
+        latency_s=max(0.0, statistics.median(latencies)),
+        scope=scope,
+        source=source,
+        all_gather_share=speeds.get("all_gather", most) / most,
+        all_reduce_share=speeds.get("all_reduce", most) / most,
     )
 
 
-def _slope(rows: list[tuple[float, float]]) -> float:
-    """Seconds per byte between the two largest volumes; of the largest alone where noise or a single size leaves no other."""
-    volume, seconds = rows[-1]
+def _bytes_per_s(rows: list[Timing]) -> float:
+    """Between the two largest volumes; of the largest alone where noise or a single size leaves no other."""
+    last = rows[-1]
     if len(rows) > 1:
-        before, sooner = rows[-2]
-        if volume > before and seconds > sooner:
-            return (seconds - sooner) / (volume - before)
-    return seconds / volume
+        before = rows[-2]
+        if last.volume_bytes > before.volume_bytes and last.seconds > before.seconds:
+            return (last.volume_bytes - before.volume_bytes) / (last.seconds - before.seconds)
+    return last.volume_bytes / last.seconds

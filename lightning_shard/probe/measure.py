@@ -1,4 +1,4 @@
-"""Time all-gathers and all-reduces inside nodes and between them, on the process group that is there."""
+"""Time transfers, all-gathers and all-reduces inside nodes and between them, on the process group that is there."""
 
 import dataclasses
 import datetime
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_shard._compat import all_gather_single
 from lightning_shard._compat.groups import new_group
-from lightning_shard.hardware.profile import LinkProfile, fit_link
+from lightning_shard.hardware.profile import LinkProfile, Timing, fit_link
 
 SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20)
 """Small enough to show latency, large enough to show bandwidth."""
@@ -21,6 +21,8 @@ BUDGET_S = 2.0
 """Seconds that the repeats of one measurement may take, so that a slow network does not take minutes."""
 
 Scope = Literal["intra", "inter"]
+Kind = Literal["send", "all_gather", "all_reduce"]
+KINDS: tuple[Kind, ...] = ("send", "all_gather", "all_reduce")
 
 
 def measure_links(local_size: int, device: torch.device, sizes_bytes: tuple[int, ...] = SIZES_BYTES) -> LinkProfile:
@@ -40,11 +42,11 @@ def measure_links(local_size: int, device: torch.device, sizes_bytes: tuple[int,
         if group is None or dist.get_world_size(group) == 1:
             continue
         for size in sizes_bytes:
-            rows += [_row(scope, name, group, size, device) for name in ("all_gather", "all_reduce")]
+            rows += [_row(scope, kind, group, size, device) for kind in KINDS]
     source = f"measured by lightning-shard probe on {datetime.date.today().isoformat()}, {dist.get_backend()}"
-    links = {scope: _fit(scope, rows, source, local_size) for scope in ("intra", "inter")}
     return LinkProfile(
-        **links,
+        intra=_fit("intra", rows, source, local_size),
+        inter=_fit("inter", rows, source, local_size),
         backend=str(dist.get_backend()),
         world_size=world,
         date=datetime.date.today().isoformat(),
@@ -66,7 +68,7 @@ def _groups(world: int, local_size: int) -> list[tuple[Scope, dist.ProcessGroup 
     return mine
 
 
-def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -> dict[str, Any]:
+def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) -> dict[str, Any]:
     ranks = dist.get_world_size(group)
     share = torch.zeros(size // 4 // ranks, device=device)
     whole = torch.zeros(share.numel() * ranks, device=device)
@@ -75,7 +77,9 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
         """Seconds of the slowest rank, when all groups start together and share what there is to share."""
         dist.barrier()
         start = time.perf_counter()
-        if name == "all_gather":
+        if kind == "send":
+            _send_to_next(whole, group)
+        elif kind == "all_gather":
             all_gather_single(whole, share, group=group)
         else:
             dist.all_reduce(whole, group=group)
@@ -89,15 +93,24 @@ def _row(scope: Scope, name: str, group: Any, size: int, device: torch.device) -
     fewest, most = REPEATS
     repeats = min(most, max(fewest, int(BUDGET_S / max(once(), 1e-9))))  # as many on all ranks
     seconds = statistics.median(once() for _ in range(repeats))
-    return {"scope": scope, "collective": name, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
+    return {"scope": scope, "kind": kind, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
 
 
-def _fit(scope: str, rows: list[dict[str, Any]], source: str, local_size: int) -> Any:
+def _send_to_next(whole: torch.Tensor, group: Any) -> None:
+    """One way only, from every other rank to the next: what a link carries with nothing coming against it."""
+    position, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if position % 2:
+        dist.recv(whole, src=dist.get_global_rank(group, position - 1), group=group)
+    elif position + 1 < ranks:
+        dist.send(whole, dst=dist.get_global_rank(group, position + 1), group=group)
+
+
+def _fit(scope: Scope, rows: list[dict[str, Any]], source: str, local_size: int) -> Any:
     """The link of a scope. All ranks of a node talk to their equals elsewhere at the same time, so what they reach
     together is the node's: its only adapter, or the sum of one per device.
     """
     timings = [
-        (1 if row["collective"] == "all_gather" else 2, row["ranks"], row["bytes"], row["seconds"])
+        Timing(kind=row["kind"], ranks=row["ranks"], size_bytes=row["bytes"], seconds=row["seconds"])
         for row in rows
         if row["scope"] == scope
     ]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lightning_shard.hardware import Cluster
+from lightning_shard.hardware import Cluster, Link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,8 @@ def collective_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: i
     hops_s = (ring.size - ring.nodes) * cluster.intra_link.latency_s
     if ring.nodes > 1:
         hops_s += ring.nodes * cluster.inter_link.latency_s
-    return _messages_s(cluster, ring, size_bytes, messages * hops_s)
+    reached = _link(cluster, ring).all_gather_share
+    return _messages_s(cluster, ring, size_bytes / reached, messages * hops_s)
 
 
 def all_reduce_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: int) -> float:
@@ -42,13 +43,19 @@ def all_reduce_s(cluster: Cluster, ring: Ring, size_bytes: float, *, messages: i
     hops_s = (ring.per_node - 1) * cluster.intra_link.latency_s
     if ring.nodes > 1:
         hops_s += math.ceil(math.log2(ring.nodes)) * cluster.inter_link.latency_s
-    return 2 * _messages_s(cluster, ring, size_bytes, messages * hops_s)
+    reached = _link(cluster, ring).all_reduce_share
+    return 2 * _messages_s(cluster, ring, size_bytes / reached, messages * hops_s)
 
 
 def _messages_s(cluster: Cluster, ring: Ring, size_bytes: float, hops_s: float) -> float:
     if ring.size == 1:
         return 0.0
     return hops_s + (ring.size - 1) / ring.size * size_bytes / bandwidth(cluster, ring)
+
+
+def _link(cluster: Cluster, ring: Ring) -> Link:
+    """The slowest kind of link that a group crosses."""
+    return cluster.intra_link if ring.nodes == 1 else cluster.inter_link
 
 
 def bandwidth(cluster: Cluster, ring: Ring) -> float:

@@ -17,20 +17,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason
 GBIT_PER_S = 1e9 / 8
 
 
-# How much of the limit gloo is sure to reach on a busy machine: a fast link waits for the processors.
-@pytest.mark.parametrize(("gbit", "per_node", "reached"), [(10.0, 2, 0.1), (1.0, 2, 0.5), (0.1, 2, 0.5)])
-def test_the_probe_finds_the_limit_of_the_network(gbit: float, per_node: int, reached: float, tmp_path: Path) -> None:
+# Shares of the limit that even a busy machine stays between: a fast link waits for the processors. (docs/many-nodes.md
+# has what was read.)
+@pytest.mark.parametrize(("gbit", "least", "most"), [(10.0, 0.1, 1.5), (1.0, 0.7, 1.2), (0.1, 0.85, 1.1)])
+def test_the_probe_finds_the_limit_of_the_network(gbit: float, least: float, most: float, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     script = ["-m", "lightning_shard", "probe", "--output", str(file)]
     with two_nodes(gbit * 1e9) as pair:
         agents = [
-            node.start(torchrun(pair, node, script, "--nnodes", "2", per_node=per_node), tmp_path / f"{node.host}.log")
+            node.start(torchrun(pair, node, script, "--nnodes", "2", per_node=2), tmp_path / f"{node.host}.log")
             for node in (pair.a, pair.b)
         ]
         assert [agent.wait(timeout=400) for agent in agents] == [0, 0], (tmp_path / "node-a.log").read_text()[-3000:]
     profile = LinkProfile.load(file)
     assert profile.inter is not None
-    assert reached <= profile.inter.bytes_per_s / (gbit * GBIT_PER_S) <= 1.1
+    assert least <= profile.inter.bytes_per_s / (gbit * GBIT_PER_S) <= most
     assert profile.intra is not None
 
 

@@ -9,7 +9,7 @@ from hand_specs import GIB, LLAMA_8B, cluster
 from lightning_shard.cli import main
 from lightning_shard.cli.plot import save_plot, stacked_bars
 from lightning_shard.hardware import LinkProfile
-from lightning_shard.hardware.profile import fit_link
+from lightning_shard.hardware.profile import Timing, fit_link
 from lightning_shard.planner import Calibration, choose
 from lightning_shard.specs import AdapterSpec, TrainSpec
 
@@ -47,7 +47,8 @@ def test_a_file_without_a_measurement_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_measured_links_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = fit_link("slow", "intra", [(1, 8, 2**16, 1.0), (1, 8, 2**24, 2.0)], source="test")
+    timings = [Timing(kind="all_gather", ranks=8, size_bytes=2**16 * 256**i, seconds=1.0 + i) for i in range(2)]
+    slow = fit_link("slow", "intra", timings, source="test")
     LinkProfile(intra=slow).save(tmp_path / "links.json")
     arguments = ["plan", "--model", str(CONFIGS / "llama-3.1-8b"), "--device", "l40s", "--devices", "8", "--json",
                  "--lora-r", "16", "--seq-len", "512", "--device-memory", "18GiB"]  # fmt: skip
