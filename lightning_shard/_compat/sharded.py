@@ -4,6 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "fsdp_take_off",
     "has_gradient_hooks",
     "has_compiled_parts",
+    "scaler_before_step",
 ]
 
 
@@ -152,15 +154,10 @@ class AgreeingGradScaler(torch.amp.GradScaler):
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler, device: str) -> "AgreeingGradScaler":
-        """One with the settings of ``scaler``, which has not scaled anything yet."""
-        return cls(
-            device,
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
+        """One with the settings and the scale of ``scaler``, which is between two steps."""
+        fresh = cls(device, enabled=scaler.is_enabled())
+        fresh.load_state_dict(scaler.state_dict())
+        return fresh
 
     @override
     def _unscale_grads_(
@@ -178,6 +175,21 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         if dist.is_initialized():
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
+
+
+def scaler_before_step(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """What puts ``scaler`` back to where it is now, also from the middle of a step.
+
+    It remembers by itself which optimizers it has unscaled, and forgets that only at the end of a step. Can go when a
+    step that failed can be done again.
+    """
+    state = scaler.state_dict()
+
+    def restore() -> None:
+        scaler.load_state_dict(state)
+        scaler._per_optimizer_states.clear()
+
+    return restore
 
 
 AVERAGING_METHODS = ("_swap_models", "_copy_average_to_current", "update_parameters", "transfer_weights")

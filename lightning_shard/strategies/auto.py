@@ -132,9 +132,11 @@ class AutoShardStrategy(PlanStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._ladder is not None and self._ladder.active:
-            closure = self._ladder.voting(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._ladder is None or not self._ladder.active:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, self._ladder.voting(optimizer, closure), model, **kwargs)
+        self._ladder.updated()
+        return result
 
     @override
     def on_exception(self, exception: BaseException) -> None:

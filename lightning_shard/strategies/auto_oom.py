@@ -13,6 +13,8 @@ from lightning_shard.planner import Decision, choose
 from lightning_shard.planner.advice import what_helps
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, format_bytes
+from lightning_shard.strategies.averaging import averaged_modules, serve_shards
+from lightning_shard.strategies.facts import host_available
 from lightning_shard.strategies.oom import OomLadder
 from lightning_shard.strategies.remap import lay_out_under
 
@@ -27,7 +29,13 @@ def guard(strategy: Any) -> OomLadder | None:
     """The ladder of a fit; None where no other plan can be taken in the run."""
     if why_not(strategy):
         return None
-    return OomLadder(strategy._root.trainer, lambda: take_next(strategy), lambda: explain(strategy), GUARDED_STEPS)
+    return OomLadder(
+        strategy._root.trainer,
+        lambda: take_next(strategy),
+        lambda: explain(strategy),
+        GUARDED_STEPS,
+        lambda: host_available(default=0) // strategy.num_processes,
+    )
 
 
 def why_not(strategy: Any) -> str | None:
@@ -125,5 +133,8 @@ def _ways_out(strategy: Any, decision: Decision) -> Iterator[str]:
 
 def _lay_out(strategy: Any, plan: Plan) -> None:
     """The module in its new layout, under the optimizers that are there."""
-    lay_out_under(strategy.optimizers, strategy._root, lambda: strategy.lay_out_anew(plan))
+    root, callbacks = strategy._root, strategy._root.trainer.callbacks
+    averages = averaged_modules(callbacks)
+    lay_out_under(strategy.optimizers, root, lambda: strategy.lay_out_anew(plan), averages)
+    serve_shards(callbacks, root, strategy._rest, folders=strategy._writes_folders)
     strategy._mixed_casts_follow_plan()

@@ -17,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_shard._compat.sharded import AVERAGING_METHODS, averaged_copy
 
+_SERVED = "_lightning_shard_served"
+
 
 def follow_layout(
     callbacks: Iterable[Any],
@@ -36,14 +38,31 @@ def follow_layout(
     Raises:
         ValueError: for a copy that was made before ``configure_model`` built the module.
     """
-    for callback in callbacks:
-        copy = averaged_copy(callback)
-        if copy is None:
+    for callback, copy in _copies(callbacks):
+        _mirror(_inner(copy), root, type(callback).__name__)
+    serve_shards(callbacks, root, rest, folders=folders)
+
+
+def averaged_modules(callbacks: Iterable[Any]) -> list[nn.Module]:
+    """The averages that callbacks of Lightning's keep, each of the same make as the module that trains."""
+    return [_inner(copy) for _, copy in _copies(callbacks)]
+
+
+def serve_shards(callbacks: Iterable[Any], root: nn.Module, rest: Callable[[], None], *, folders: bool) -> None:
+    """Have averaging callbacks read, save and load shards, where ``root`` has any; once for each copy.
+
+    Args:
+        callbacks: of the trainer.
+        root: laid out.
+        rest: makes the parameters of ``root`` the shards, where they are gathered.
+        folders: whether checkpoints are folders, into which every rank writes its shards; a file has whole tensors.
+    """
+    if not any(isinstance(p, DTensor) for p in root.parameters()):
+        return
+    for callback, copy in _copies(callbacks):
+        if copy.__dict__.setdefault(_SERVED, False):
             continue
-        averaged = copy.module if isinstance(copy, AveragedModel) else copy
-        _mirror(averaged, root, type(callback).__name__)
-        if not any(isinstance(p, DTensor) for p in root.parameters()):
-            continue
+        copy.__dict__[_SERVED] = True
         for owner, name in ((callback, name) for name in AVERAGING_METHODS if hasattr(callback, name)):
             _rest_first(owner, name, rest)
         if isinstance(copy, AveragedModel):
@@ -52,6 +71,17 @@ def follow_layout(
         if not folders:
             copy.state_dict = partial(_whole_state, copy)
         copy.load_state_dict = partial(_load_whole_state, copy)
+
+
+def _copies(callbacks: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each averaging callback with the copy it keeps."""
+    found = [(callback, averaged_copy(callback)) for callback in callbacks]
+    return [(callback, copy) for callback, copy in found if copy is not None]
+
+
+def _inner(copy: Any) -> nn.Module:
+    module: nn.Module = copy.module if isinstance(copy, AveragedModel) else copy
+    return module
 
 
 def _whole_state(module: nn.Module) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def free_device_memory(device: torch.device, num_local: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, _host_available(available) // max(1, num_local))
+    return max(1, host_available(available) // max(1, num_local))
 
 
 def describe_cluster(device: torch.device, num_nodes: int, num_local: int, memory_bytes: int) -> Cluster:
@@ -99,7 +99,8 @@ def _accelerator(device: torch.device) -> Device:
     return row
 
 
-def _host_available(default: int) -> int:
+def host_available(default: int) -> int:
+    """Bytes of host memory that are free or can be freed; ``default`` where the system does not tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             found = {key: int(rest.split()[0]) * 1024 for key, rest in (line.split(":", 1) for line in lines)}

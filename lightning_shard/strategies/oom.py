@@ -4,6 +4,8 @@ A rank that runs out of memory in the middle of a step leaves the others waiting
 optimizer steps every rank watches a flag in the store where the ranks met; when it goes up, each aborts its process
 groups, which ends what it waits for. Before any optimizer updates, all ranks vote that they came through backward. Until
 then no weight has changed, so nothing is lost: gradients are made again from the same batches and the same random state.
+The first update makes the optimizer's state and may be what runs out, on one rank after others are through: what it
+changes is copied to the host before it and put back, and all ranks vote again after each update.
 """
 
 import gc
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.optim import Optimizer
 
 from lightning_shard._compat import (
     LightningModule,
@@ -24,9 +27,12 @@ from lightning_shard._compat import (
     run_micro_batch,
 )
 from lightning_shard._compat.groups import abort_process_groups, default_store
+from lightning_shard._compat.sharded import scaler_before_step
 from lightning_shard.doctor.replicas import Prints, fingerprints
 from lightning_shard.parallelize.together import gather
+from lightning_shard.specs import format_bytes
 from lightning_shard.strategies.meeting import open_group
+from lightning_shard.strategies.oom_update import BeforeUpdate, changed_bytes
 
 POLL_S = 0.02
 LEAVE_S = 120.0
@@ -48,17 +54,20 @@ class Window:
     prints: Prints = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    restore_scaler: Callable[[], None] = lambda: None
     random_state: Tensor | None = None
     device_random_state: Tensor | None = None
 
     @classmethod
     def open(cls, module: LightningModule, device: torch.device) -> "Window":
         """Before the first micro-batch of a step."""
+        scaler = getattr(module.trainer.precision_plugin, "scaler", None)
         plain = (int, float, str, Tensor, type(None))
         return cls(
             prints=fingerprints(module),
             attributes={name: value for name, value in vars(module).items() if isinstance(value, plain)},
             buffers=[(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta],
+            restore_scaler=(lambda: None) if scaler is None else scaler_before_step(scaler),
             random_state=torch.get_rng_state(),
             device_random_state=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
@@ -88,10 +97,16 @@ class OomLadder:
         next_plan: lays the module out by the next leaner plan and says which; None when there is none. A collective.
         explain: the text of the error when the ladder ends.
         num_steps: optimizer steps to guard.
+        host_free_bytes: what each process may take of host memory for a copy of what the first update changes.
     """
 
     def __init__(
-        self, trainer: Trainer, next_plan: Callable[[], str | None], explain: Callable[[], str], num_steps: int
+        self,
+        trainer: Trainer,
+        next_plan: Callable[[], str | None],
+        explain: Callable[[], str],
+        num_steps: int,
+        host_free_bytes: Callable[[], int],
     ) -> None:
         global _fits
         _fits += 1
@@ -105,12 +120,16 @@ class OomLadder:
         self._flag = OomFlag(trainer.strategy, str(_fits)) if trainer.world_size > 1 else None
         self._window = Window()
         self._voted = False
+        self._host_free_bytes = host_free_bytes
+        self._before: BeforeUpdate | None = None
+        self._not_kept = ""
+        """Why there is no copy to put back."""
         self._loop.__dict__["run"] = self.run
 
     def close(self) -> None:
         """Guard no more."""
         self._loop.__dict__.pop("run", None)
-        self._window = Window()
+        self._window, self._before = Window(), None
 
     @property
     def active(self) -> bool:
@@ -132,15 +151,33 @@ class OomLadder:
             failed, result = self._attempt(optimizer, again=True)
         return result
 
-    def voting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def voting(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of an optimizer step, which returns only once all ranks came through theirs."""
 
         def run() -> Any:
             result = closure()
             self._vote()
+            self._keep(optimizer)
             return result
 
         return run
+
+    def updated(self) -> None:
+        """Go on after an update only once all ranks came through theirs."""
+        self._vote("updated")
+        self._before = None
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        """Copy what the first update of the fit will change."""
+        self._before = None
+        if self._trainer.global_step > self._first:
+            self._not_kept = "only what the first update of a fit changes is kept to be put back"
+            return
+        needed, free = changed_bytes(optimizer), self._host_free_bytes()
+        if needed > free:
+            self._not_kept = f"the host has {format_bytes(free)} free for a copy of {format_bytes(needed)} per process"
+            return
+        self._before = BeforeUpdate(optimizer)
 
     def _step(self, optimizer: Any, *, again: bool) -> Any:
         """The micro-batch in hand; after a climb those before it first."""
@@ -153,10 +190,10 @@ class OomLadder:
             self._vote()
         return result
 
-    def _vote(self) -> None:
+    def _vote(self, what: str = "through") -> None:
         self._voted = True
         if self._flag is not None:
-            self._flag.vote(f"{self._trainer.global_step}/{self._window.batches[-1][0]}")
+            self._flag.vote(f"{what}/{self._trainer.global_step}/{self._window.batches[-1][0]}")
 
     def _attempt(self, optimizer: Any, *, again: bool) -> tuple[str | None, Any]:
         """(None, result), or why it did not go through: empty where another rank is the reason."""
@@ -181,7 +218,14 @@ class OomLadder:
         self._trainer.strategy.let_go()  # type: ignore[attr-defined]  # ours
         for parameter in self._module.parameters():
             parameter.grad = None
-        mine = {"failed": failed, "step": self._trainer.global_step, "updated": self._window.updated(self._module)}
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
+        mine = {
+            "failed": failed,
+            "step": self._trainer.global_step,
+            "updated": self._why_lost() if self._window.updated(self._module) else "",
+        }
         gc.collect()  # a process group of gloo ends when nothing holds it, and with it the waiting of the others
         everyone = [mine] if self._flag is None else self._flag.meet_again(mine)
         gc.collect()
@@ -189,15 +233,20 @@ class OomLadder:
             torch.cuda.empty_cache()
         where = ", ".join(str(rank) for rank, row in enumerate(everyone) if row["failed"])
         if any(row["updated"] or row["step"] != mine["step"] for row in everyone):
+            why = next((f": {row['updated']}" for row in everyone if row["updated"]), "")
             raise torch.OutOfMemoryError(
-                f"Out of memory on rank {where} while the optimizer updated weights, so the step cannot be done again. "
+                f"Out of memory on rank {where} while the optimizer updated weights, so the step cannot be done again{why}. "
                 f"{self._explain()}"
             )
+        self._window.restore_scaler()
         taken = self._next_plan()
         if taken is None:
             raise torch.OutOfMemoryError(f"Out of memory on rank {where}, and no plan needs less. {self._explain()}")
         rank_zero_info(f"Out of memory on rank {where}: all ranks do the step again under a leaner plan, {taken}.")
         self._window.restore(self._module, self._device)
+
+    def _why_lost(self) -> str:
+        return self._not_kept or "they were changed outside of an update"
 
     @property
     def _module(self) -> LightningModule:
@@ -240,12 +289,12 @@ class OomFlag:
             self._watcher.join()
 
     def vote(self, micro_batch: str) -> None:
-        """Wait until all ranks came through backward.
+        """Wait until all ranks came through this part of a micro-batch.
 
         Raises:
             PeerOutOfMemory: when one did not.
         """
-        key = f"{self._level}/through/{micro_batch}"
+        key = f"{self._level}/{micro_batch}"
         self._store.add(key, 1)
         while self._store.add(key, 0) < self._strategy.world_size:
             if self.is_up:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from helpers.llama import TinyLlama, make_tokens
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_shard import AutoShardStrategy
 from lightning_shard.checkpoint.manifest import is_checkpoint
@@ -17,6 +19,7 @@ from lightning_shard.strategies import auto_oom
 from lightning_shard.testing import RankError, run_ranks, run_trainer
 from lightning_shard.testing.parity import QUIET, trained_parameters
 
+IN_UPDATE = ("state", "update")
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -32,7 +35,7 @@ class RunsOut(TinyLlama):
     def training_step(self, batch: Any, index: int) -> Any:
         rank, micro_batch, where = self.plan_of_failure
         fails = index == micro_batch and rank in (None, dist.get_rank() if dist.is_initialized() else 0)
-        fails = fails and self.failures[0] > 0
+        fails = fails and self.failures[0] > 0 and where not in IN_UPDATE
         self.failures[0] -= fails
         self.seen += 1
         if fails and where == "before":
@@ -44,8 +47,41 @@ class RunsOut(TinyLlama):
             loss.register_hook(run_out)
         return loss
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        plain = super().configure_optimizers()
+        if self.plan_of_failure[2] not in IN_UPDATE:
+            return plain
+        return Starved(self, plain.param_groups)
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.watched = [self.trainer.strategy._watch is not None]  # for signals and failures of other ranks
+
+
+class Starved(torch.optim.AdamW):
+    """Runs out in one update: while it makes its state, or with half of the weights changed."""
+
+    def __init__(self, module: RunsOut, groups: Any) -> None:
+        super().__init__(groups)
+        self.module = module
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()  # a scaler has called it
+        rank, step, where = self.module.plan_of_failure
+        fails = self.module.trainer.global_step == step and rank in (
+            None,
+            dist.get_rank() if dist.is_initialized() else 0,
+        )
+        if fails and self.module.failures[0] > 0:
+            self.module.failures[0] -= 1
+            parameters = self.param_groups[0]["params"]
+            for parameter in parameters[: len(parameters) // 2]:
+                self.state[parameter]["exp_avg"] = torch.ones_like(parameter)
+                if where == "update":
+                    with torch.no_grad():
+                        parameter.add_(1.0)
+            raise torch.OutOfMemoryError(MESSAGE)
+        super().step()
+        return loss
 
 
 class SaveEachStep(Callback):
@@ -62,13 +98,14 @@ def run_out(_: Any) -> None:
 
 def fit(
     training: str, rank: int | None, micro_batch: int, where: str, accumulate: int = 1, on_oom: Any = "replan",
-    times: int = 1, folder: Path | None = None, **options: Any,
+    times: int = 1, folder: Path | None = None, average: bool = False, half: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     strategy = AutoShardStrategy(on_oom=on_oom, **options)
     world_size = dist.get_world_size()
     trainer = Trainer(
         **QUIET, strategy=strategy, devices=world_size, max_steps=4, accumulate_grad_batches=accumulate,
-        callbacks=[] if folder is None else [SaveEachStep(folder)],
+        callbacks=[*([SaveEachStep(folder)] if folder else []), *([EMAWeightAveraging(decay=0.5)] if average else [])],
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))] if half else None,
     )  # fmt: skip
     module = RunsOut(training, rank, micro_batch, where, times)
     trainer.fit(module, make_tokens(dist.get_rank(), world_size))
@@ -81,6 +118,7 @@ def fit(
         "steps": trainer.global_step,
         "seen": module.seen,
         "watched": module.watched[0],
+        "scaler": trainer.precision_plugin.scaler.state_dict() if half else None,  # type: ignore[attr-defined]
     }
 
 
@@ -139,6 +177,74 @@ def test_a_sharded_module_takes_the_next_plan_too(training: str, rank: int | Non
         assert result["estimate"].device_bytes < first["estimate"].device_bytes
         assert result["seen"] == 4 * accumulate
         assert_same(result["parameters"], expected(training, accumulate).parameters)
+
+
+FIRST_UPDATES = [
+    ("lora", "state", 1, {}),  # the other rank has updated by then
+    ("full", "update", 0, {"dp_shard": 2}),
+    pytest.param("full", "state", 0, {}, marks=SLOW),
+    pytest.param("full", "update", None, {}, marks=SLOW),
+    pytest.param("lora", "update", 1, {"dp_shard": 2}, marks=SLOW),
+    pytest.param("full", "update", 0, {"dp_shard": 1, "offload": "optimizer"}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("training", "where", "rank", "pin"), FIRST_UPDATES)
+def test_the_first_update_is_taken_back_on_all_ranks(
+    training: str, where: str, rank: int | None, pin: dict[str, Any]
+) -> None:
+    for result in run_ranks(2, fit, training, rank, 0, where, pin=pin):
+        assert "memory ran out" in result["reason"]
+        assert result["steps"] == 4
+        assert_same(result["parameters"], expected(training).parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["update", "backward"])
+@pytest.mark.parametrize("pin", [{"dp_shard": 1}, {"dp_shard": 2}], ids=["whole", "sharded"])
+def test_the_gradient_scaler_goes_on_as_if_nothing_had_happened(where: str, pin: dict[str, Any]) -> None:
+    wanted = run_ranks(2, fit, "full", 5, 0, where, half=True, pin=pin)
+    for result, undisturbed in zip(run_ranks(2, fit, "full", 1, 0, where, half=True, pin=pin), wanted, strict=True):
+        assert "memory ran out" in result["reason"]
+        assert result["scaler"] == undisturbed["scaler"]
+        for name, value in undisturbed["parameters"].items():
+            torch.testing.assert_close(result["parameters"][name], value, rtol=1e-2, atol=1e-4, msg=name)
+
+
+AVERAGED = [
+    ({}, 2, None),  # from replicas to shards, the second time
+    pytest.param({"dp_shard": 2}, 1, "file", marks=SLOW),
+    pytest.param({"dp_shard": 2}, 1, "directory", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("pin", "times", "form"), AVERAGED)
+def test_an_average_of_weights_follows_the_layout(
+    pin: dict[str, Any], times: int, form: str | None, tmp_path: Path
+) -> None:
+    (wanted,) = run_ranks(1, fit, "full", 5, 0, "after", average=True)
+    options = {} if form is None else {"folder": tmp_path, "checkpoint_format": form}
+    results = run_ranks(2, fit, "full", None, 2, "after", average=True, times=times, pin=pin, **options)
+    for result in results:
+        assert "memory ran out" in result["reason"]
+        assert result["plan"].strategy == "fsdp2"
+        assert_same(result["parameters"], wanted["parameters"])
+
+
+def test_a_later_update_cannot_be_taken_back_and_says_why() -> None:
+    with pytest.raises(RankError, match="cannot be done again: only what the first update of a fit changes is kept"):
+        run_ranks(2, fit, "lora", 1, 2, "update")
+
+
+def fit_without_room() -> None:
+    auto_oom.host_available = lambda default: 1000
+    fit("full", 0, 0, "update")
+
+
+@pytest.mark.slow
+def test_without_room_for_a_copy_it_says_so() -> None:
+    with pytest.raises(RankError, match="the host has .* free for a copy of .* per process"):
+        run_ranks(1, fit_without_room)
 
 
 @pytest.mark.slow
