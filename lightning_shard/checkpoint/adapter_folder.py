@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_shard.checkpoint.atomic import let_others_read
 from lightning_shard.checkpoint.background import copy_to_host
 from lightning_shard.checkpoint.gathering import gather_on_first, in_one_piece
 from lightning_shard.checkpoint.module_state import whole
@@ -66,6 +67,7 @@ def _write(models: list[Any], states: list[dict[str, Tensor]], folder_name: str,
         name = folder_name if number == 0 else f"{folder_name}-{number}"
         model.save_pretrained(folder / name, state_dict=state)
         name_plainly(folder / name)
+        let_others_read(folder / name)
 
 
 def gathered(module: nn.Module, *, trained_only: bool, keep: bool) -> dict[str, Tensor]:

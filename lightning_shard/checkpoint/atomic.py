@@ -76,6 +76,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def let_others_read(folder: Path) -> None:
+    """Give the files below ``folder`` its own permissions to read and write: safetensors 0.8 writes for the owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*.safetensors"):
+        if file.stat().st_mode & 0o666 != mode:
+            file.chmod(mode)
+
+
 def sync_folder(folder: Path) -> None:
     """Have a folder's own entries on the disk."""
     handle = os.open(folder, os.O_RDONLY)

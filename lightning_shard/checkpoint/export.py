@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_shard.checkpoint.atomic import commit, partial_path, remove
+from lightning_shard.checkpoint.atomic import commit, let_others_read, partial_path, remove
 from lightning_shard.checkpoint.directory import SavedCheckpoint, open_directory, to_bytes
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.manifest import is_checkpoint, locate
@@ -22,6 +22,7 @@ from lightning_shard.checkpoint.single_file import require_whole_file, write_fil
 from lightning_shard.checkpoint.write import ADAPTER, adapter_beside
 
 SHARD_BYTES = 5 * 10**9
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -78,6 +79,8 @@ def open_checkpoint(path: Path) -> SavedCheckpoint:
         ValueError: when there is none of this package at ``path``, or it is damaged.
     """
     folder = locate(path)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{path} is a PEFT folder: peft loads it as it is. Merge it into its base with --to merged.")
     if not is_checkpoint(folder):
         raise ValueError(f"{path} is no checkpoint folder of this package. Give one that a strategy of it has written.")
     try:
@@ -203,6 +206,7 @@ def whole_folder(target: Path, write: Callable[[Path], None]) -> None:
     fresh.mkdir()
     try:
         write(fresh)
+        let_others_read(fresh)
         commit(fresh, target)
     finally:
         remove(fresh)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.base import fingerprints
 from lightning_shard.checkpoint.directory import SavedCheckpoint
 from lightning_shard.checkpoint.export import (
+    ADAPTER_CONFIG,
     INDEX,
     cast,
     copy_all,
@@ -32,7 +33,7 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
     At most one file of the base and one layer are in memory.
 
     Args:
-        path: a checkpoint folder with adapters.
+        path: a checkpoint folder with adapters, or a PEFT folder, of whose base nothing but the name is known.
         target: a folder, which appears whole.
         dtype: in which the base is loaded and the result is written; as the base is stored by default.
         base: folder or hub id of the base; the one the checkpoint names by default.
@@ -40,13 +41,9 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
     Raises:
         ValueError: when the checkpoint has no adapter, or the base is not the one it was trained on.
     """
-    saved = open_checkpoint(path)
-    folder = saved.folder / ADAPTER
-    if not folder.is_dir():
-        raise ValueError(f"{path} holds no adapter to merge: it was trained in full. Use --to full.")
-    source = _base_folder(saved, base)
+    folder, named, wanted = _adapter(path)
+    source = _base_folder(base or named)
     layers = _Layers(source, folder)
-    wanted = _fingerprints_by_name(saved)
 
     def write(fresh: Path) -> None:
         files = sorted(source.glob("*.safetensors"))
@@ -151,8 +148,19 @@ def _set(layer: Any, key: str, tensor: Tensor) -> None:
         setattr(holder[NAME], rest or "weight", parameter)
 
 
-def _base_folder(saved: SavedCheckpoint, base: str | None) -> Path:
-    path = base or (saved.trainer[KEY]["base"] or {}).get("path")
+def _adapter(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
+    """The PEFT folder, the base it names, and the fingerprints of that base's tensors where they are known."""
+    config = path / ADAPTER_CONFIG
+    if config.is_file():
+        return path, json.loads(config.read_text()).get("base_model_name_or_path"), {}
+    saved = open_checkpoint(path)
+    folder = saved.folder / ADAPTER
+    if not folder.is_dir():
+        raise ValueError(f"{path} holds no adapter to merge: it was trained in full. Use --to full.")
+    return folder, (saved.trainer[KEY]["base"] or {}).get("path"), _fingerprints_by_name(saved)
+
+
+def _base_folder(path: str | None) -> Path:
     if not path:
         raise ValueError("The checkpoint does not say where its base lies. Give its folder or hub id with --base.")
     try:

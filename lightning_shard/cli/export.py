@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import tempfile
+import warnings
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> int:
 def _export(arguments: argparse.Namespace, source: Path) -> int:
     import torch
 
+    # peft and transformers among themselves
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     from lightning_shard.checkpoint.export import export_adapter, export_full
     from lightning_shard.checkpoint.export_merged import export_merged
 
@@ -49,7 +52,9 @@ def _export(arguments: argparse.Namespace, source: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-shard export", description=__doc__)
     parser.add_argument(
-        "checkpoint", help="a checkpoint that one of this package's strategies wrote, by path or URL (s3://...)"
+        "checkpoint",
+        help="a checkpoint that one of this package's strategies wrote, by path or URL (s3://...); or, for --to merged, a "
+        "PEFT folder",
     )
     parser.add_argument(
         "--to",

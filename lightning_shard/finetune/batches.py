@@ -29,6 +29,8 @@ class Split:
     """Rows longer than ``max_seq_len``, dealt with as the policy says."""
     num_left_out: int
     """Rows without a token to learn, as after a cut within the prompt, or dropped for their length."""
+    empty: tuple[str, ...] = ()
+    """Where rows stand whose answers are empty: they teach the model to say nothing."""
     items: list[Item] = field(default_factory=list)
     """The rows of batches: each an example, or several that are packed."""
 

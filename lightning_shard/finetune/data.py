@@ -1,5 +1,6 @@
 """Instruction data: rows in, batches out, the same for any number of ranks."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -204,8 +205,12 @@ class InstructionData(DealtData):
 
     def _split(self, name: str, rows: list[Row], tokenizer: Any) -> Split:
         place = self.sources.get(name, self.sources["train"]).path
+        empty = tuple(row.place for row in rows if row.answers_nothing)
+        if len(empty) == len(rows):
+            raise ValueError(f"{place}: every answer in it is empty, so there is nothing to learn but to say nothing.")
         examples = [encode(row, tokenizer) for row in rows]
-        return make_split(examples, self.max_seq_len, place, truncation=self.truncation, packing=self.packing)
+        split = make_split(examples, self.max_seq_len, place, truncation=self.truncation, packing=self.packing)
+        return dataclasses.replace(split, empty=empty)
 
     # --- loaders --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from lightning_shard.finetune.data import InstructionData
 from lightning_shard.finetune.dealt import DealtData
 from lightning_shard.finetune.encode import IGNORED, Example
 
-LEARNED, CONTEXT = "green", "dim"
+LEARNED, CONTEXT, ODD = "green", "dim", "yellow"
 SHOWN_TOKENS = 256
 
 
@@ -33,6 +33,9 @@ def _describe_instructions(data: InstructionData, table: Table) -> RenderableTyp
     for name, split in data.splits.items():
         table.add_row(name.capitalize(), f"{split}.")
         table.add_row("", _lengths(split))
+        if split.empty:
+            said = f"rows with an empty answer: {len(split.empty):,}, the first is {split.empty[0]}; they teach to say nothing"
+            table.add_row("", Text(said, ODD))
     if data.streaming:
         table.add_row("Train", f"rows of {data.sources['train'].path}, read and counted while training runs.")
     table.add_row("Batch", _batch(data))
@@ -52,6 +55,7 @@ def data_facts(data: InstructionData) -> dict[str, dict[str, int]]:
             "batch_rows": len(split.items),
             "truncated": split.num_truncated,
             "left_out": split.num_left_out,
+            "empty": len(split.empty),
             "tokens": split.num_tokens,
             "label_tokens": split.num_label_tokens,
             "longest": max(len(example.input_ids) for example in split.examples),

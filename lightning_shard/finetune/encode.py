@@ -56,13 +56,13 @@ def render(messages: list[Message], tokenizer: Any, *, answer_next: bool = False
 
 def _rendered(messages: list[Message], place: str, tokenizer: Any) -> tuple[str, list[range]]:
     """The whole conversation, and where in it each of the assistant's turns stands."""
-    text = render(messages, tokenizer)
+    text = _render(messages, place, tokenizer)
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:turn], tokenizer, answer_next=True)
-        through = render(messages[: turn + 1], tokenizer)
+        before = _render(messages[:turn], place, tokenizer, answer_next=True)
+        through = _render(messages[: turn + 1], place, tokenizer)
         if not (text.startswith(through) and through.startswith(before)):
             raise ValueError(
                 f"{place}: the model's chat template rewrites turn {turn + 1} once later turns follow, so it cannot be "
@@ -71,6 +71,25 @@ def _rendered(messages: list[Message], place: str, tokenizer: Any) -> tuple[str,
             )
         spans.append(range(len(before), len(through.rstrip())))
     return text, spans
+
+
+def _render(messages: list[Message], place: str, tokenizer: Any, *, answer_next: bool = False) -> str:
+    """As :func:`render`, with an error that says where the conversation stands."""
+    from jinja2 import TemplateError
+
+    if not messages and tokenizer.chat_template is not None:
+        raise ValueError(
+            f"{place}: the conversation begins with the assistant's turn, so there is nothing that it answers. Put the "
+            "user's turn before it, or leave it out."
+        )
+    try:
+        return render(messages, tokenizer, answer_next=answer_next)
+    except (TemplateError, ValueError, TypeError) as error:
+        turns = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"{place}: the model's chat template does not take these turns ({turns}): {error}. Most templates want user and "
+            "assistant in turn, some no system's."
+        ) from error
 
 
 def _label(tokenizer: Any, text: str, spans: list[range], *, add_special_tokens: bool) -> Example:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_shard.checkpoint.atomic import let_others_read
+
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
@@ -22,6 +24,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         fresh = scratch / "new"
         fresh.mkdir()
         yield fresh
+        let_others_read(fresh)
         if target.exists():
             os.rename(target, scratch / "old")
         os.rename(fresh, target)

@@ -162,5 +162,9 @@ def render(outcome: Outcome) -> Table:
         table.add_row("  answer", Text(sample.answer))
     table.add_row("Run", f"{outcome.steps} optimizer steps; {outcome.seconds:.0f} s with both validations")
     if outcome.folder is not None:
-        table.add_row("Adapter" if outcome.adapter else "Model", Text(str(outcome.folder.resolve())))
+        where = outcome.folder.resolve()
+        table.add_row("Adapter" if outcome.adapter else "Model", Text(str(where)))
+        if outcome.adapter:
+            table.add_row("  merge it", Text(f"lightning-shard export {where} --to merged"))
+        table.add_row("Draw the run", Text(f"lightning-shard report {where.parent}"))
     return table

@@ -1,5 +1,6 @@
 """What a row may hold: a conversation in one of four forms, or plain text."""
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,8 @@ Message = dict[str, str]
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 """ShareGPT's words for who speaks; others (user, assistant, system, tool) stand as they are."""
+ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
+"""What chat templates know; others may be known to one, unless they look like one of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +27,12 @@ class Row:
     """Turns; the assistant's are learned."""
     text: str | None = None
     """Plain text, learned whole."""
+
+    @property
+    def answers_nothing(self) -> bool:
+        """Whether every turn of the assistant's is empty."""
+        turns = [turn["content"] for turn in self.messages or () if turn["role"] == "assistant"]
+        return bool(turns) and not any(content.strip() for content in turns)
 
 
 def read_rows(
@@ -118,9 +127,21 @@ def _turns(value: Any, key: str, place: str) -> list[dict[str, Any]]:
 
 
 def _conversation(turns: list[Message], key: str, place: str) -> list[Message]:
+    for turn in turns:
+        meant = _meant(turn["role"])
+        if meant is not None:
+            raise broken(place, f"{key!r} has a turn with the role {turn['role']!r}; {meant!r} is meant, it seems")
     if not any(turn["role"] == "assistant" for turn in turns):
         raise broken(place, f"{key!r} has no turn with the role 'assistant', so there is nothing to learn")
     return turns
+
+
+def _meant(role: str) -> str | None:
+    """The role that one of another spelling stands for; None for one that may stand."""
+    if role in ROLES:
+        return None
+    plain = role.strip().lower()
+    return SHAREGPT_ROLES.get(plain) or next(iter(difflib.get_close_matches(plain, ROLES, n=1, cutoff=0.8)), None)
 
 
 def _message(role: str, content: str) -> Message:

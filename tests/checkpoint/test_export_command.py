@@ -80,6 +80,11 @@ def test_merged_is_bit_equal_to_pefts_own(method: str, dtype: torch.dtype, tmp_p
     base = base_folder(tmp_path / "base", dtype)
     checkpoint(base, tmp_path / "x.ckpt", METHODS[method], dtype)
     assert main(["export", str(tmp_path / "x.ckpt"), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
+    folder = tmp_path / "x.ckpt" / "adapter"
+    assert main(["export", str(folder), "--to", "merged", "--output", str(tmp_path / "again")]) == 0
+    for file in (tmp_path / "merged").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+        assert file.stat().st_mode == (tmp_path / "merged" / "config.json").stat().st_mode  # others can read it
     config = json.loads((tmp_path / "x.ckpt" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)  # G7
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
@@ -153,6 +158,10 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
         ([str(tmp_path / "adapted.ckpt"), "--to", "full"], "--to merged"),
         ([str(tmp_path / "full.ckpt"), "--to", "adapter"], "--to full"),
         ([str(tmp_path / "full.ckpt"), "--to", "merged"], "--to full"),
+        (
+            [str(tmp_path / "adapted.ckpt" / "adapter"), "--to", "adapter", "--output", str(tmp_path / "o")],
+            "PEFT folder",
+        ),
         ([str(tmp_path / "full.ckpt"), "--to", "full", "--max-shard-size", "many"], "no size"),
         ([str(tmp_path / "full.ckpt"), "--to", "full", "--output", str(base)], "exists already"),
         ([str(tmp_path / "adapted.ckpt"), "--to", "merged", "--base", str(other)], "differs from the base"),

@@ -34,11 +34,12 @@ def test_the_report_counts(tmp_path: Path) -> None:
     rows = write_pairs(tmp_path / "rows.jsonl", 12)
     with rows.open("a") as file:
         file.write(json.dumps({"prompt": "what is a list? " * 20, "completion": "never reached"}) + "\n")
+        file.write(json.dumps({"prompt": "what?", "completion": ""}) + "\n")
     data = InstructionData(
         str(model), str(rows), validation_share=0.25, max_seq_len=48, global_batch_size=6, micro_batch_size=2
     )
     data.setup("fit")
-    console = Console(width=160, record=True, force_terminal=True, color_system="standard")
+    console = Console(width=400, record=True, force_terminal=True, color_system="standard")
     console.print(describe_data(data))
     shown = console.export_text(styles=False)
     split = data.splits["train"]
@@ -46,9 +47,11 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert "% learned" in shown
     assert "6 rows of up to 48 tokens per optimizer step: 3 micro-batches of 2 on each of 1 ranks" in shown
     facts = data_facts(data)
-    assert facts["train"]["rows"] + facts["validation"]["rows"] == 13
+    assert facts["train"]["rows"] + facts["validation"]["rows"] == 14
     assert sum(part["truncated"] for part in facts.values()) >= 1
     assert sum(part["left_out"] for part in facts.values()) == 1
+    assert sum(part["empty"] for part in facts.values()) == 1
+    assert f"rows with an empty answer: 1, the first is {rows}, line 14" in shown.replace("\n", "")
     assert facts["train"]["label_tokens"] == split.num_label_tokens < facts["train"]["tokens"]
 
 

@@ -63,3 +63,12 @@ def test_a_template_that_rewrites_turns_is_refused_with_the_line() -> None:
     row = Row(place="data.jsonl, line 7", messages=[USER, ASSISTANT, USER, ASSISTANT])
     with pytest.raises(ValueError, match=r"data\.jsonl, line 7: the model's chat template rewrites turn 2"):
         encode(row, make_tokenizer(shortened))
+
+
+def test_what_a_chat_template_does_not_take_is_named_by_its_line() -> None:
+    strict = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    row = Row(place="rows.jsonl, line 7", messages=[USER, USER, ASSISTANT])
+    with pytest.raises(ValueError, match=r"^rows\.jsonl, line 7: .*\(user, user, assistant\): alternate"):
+        encode(row, make_tokenizer(strict))
+    with pytest.raises(ValueError, match=r"line 7: the conversation begins with the assistant's turn"):
+        encode(Row(place="rows.jsonl, line 7", messages=[ASSISTANT, USER]), make_tokenizer())

@@ -47,6 +47,13 @@ def test_nothing_to_learn_at_all_is_an_error(tmp_path: Path) -> None:
         make_data(tmp_path, max_seq_len=8).setup("fit")
 
 
+def test_answers_that_are_all_empty_are_an_error(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "what?", "completion": " "}\n' * 3)
+    with pytest.raises(ValueError, match="every answer in it is empty"):
+        data.setup("fit")
+
+
 def test_limits_and_what_the_planner_reads(tmp_path: Path) -> None:
     data = make_data(tmp_path, micro_batch_size=3, max_train_rows=5, max_validation_rows=2)
     data.setup("fit")

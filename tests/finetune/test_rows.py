@@ -36,6 +36,12 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         ('{"messages": "a"}', "'messages' is not a list of objects"),
         ('{"messages": [{"role": "user"}]}', "'content' is missing"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no turn with the role 'assistant'"),
+        ('{"messages": [{"role": "usr", "content": "a"}]}', "the role 'usr'; 'user' is meant"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistent", "content": "b"}]}',
+            "'assistant' is meant",
+        ),
+        ('{"messages": [{"role": "Human", "content": "a"}]}', "'user' is meant"),
         (b'{"text": "\xff"}', "not UTF-8"),
     ],
 )

@@ -1,7 +1,7 @@
 """Out of memory in the first steps: every rank takes the next plan and nothing is lost, or the error says what helps."""
 
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ def fit(
     }
 
 
+@cache
 def expected(training: str, accumulate: int = 1) -> Any:
     (result,) = run_ranks(
         1, run_trainer, partial(TinyLlama, training), make_tokens, max_steps=4, accumulate_grad_batches=accumulate
