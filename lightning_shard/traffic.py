@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_shard.memory import Situation
-from lightning_shard.timing import KINDS, Ring, Traffic, ring_of, tensor_sums
+from lightning_shard.timing import KINDS, Ring, Traffic, ring_of, tensor_gathers, tensor_sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,9 @@ def link_bytes(s: Situation) -> LinkBytes:
     inside = _around(s, ring_of(s.cluster, plan.dp_shard, plan.tp), gathers * (gathered + again) + reductions * reduced)
     across = _around(s, ring_of(s.cluster, plan.dp_replicate, plan.dp_shard * plan.tp), 2 * reduced / plan.dp_shard)
     flat = _around(s, ring_of(s.cluster, plan.data_parallel_size, 1), 2 * s.master_bytes * s.total("flat_numel"))
-    layers = _around(s, ring_of(s.cluster, plan.tp, 1), 2 * rounds * tensor_sums(s).num_bytes)
+    layers = _around(
+        s, ring_of(s.cluster, plan.tp, 1), rounds * (2 * tensor_sums(s).num_bytes + tensor_gathers(s).num_bytes)
+    )
     return inside + across + flat + layers
 
 

@@ -27,13 +27,15 @@ class LossActivations:
     """In the last norm's backward: its input and the gradients on the way (see :mod:`activations.block`)."""
 
 
-def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
+def loss_activations(model: ModelSpec, train: TrainSpec, parts: int = 1) -> LossActivations:
     """Logits and cross-entropy.
 
     In FP32: (c + 4 + 4) V per token at the end of forward (no second copy where c is 4) and 12 V at the start
     of backward: log-softmax 4, gradient of the picked entries 4, gradient of the log-softmax 4.
     A chunked loss takes the gradients while it has a chunk's logits, so that a head that trains has its whole gradient
     in FP32, and one chunk's part of it, at the end of forward already.
+    Of a head in ``parts`` (tensor parallelism) a chunked loss has one part of the logits. The others join them: the part,
+    the parts as they arrive and the joined copy are there together, and the head's backward starts from the part again.
     """
     arch = model.architecture
     if arch is None or not arch.vocab:
@@ -41,14 +43,18 @@ def loss_activations(model: ModelSpec, train: TrainSpec) -> LossActivations:
     c = dtype_bytes(train.precision_row.compute_dtype or "float32")
     tokens = num_tokens(model, train)
     rows = min(tokens, CHUNK_TOKENS) if train.loss == "chunked" else tokens
-    forward, backward, gradient = _bytes_per_entry(train.loss, c)
+    forward, backward, gradient = _bytes_per_entry(train.loss, c, parts)
     softcap = c if arch.logit_softcap else 0
+    columns = arch.vocab // parts
+    num_logits = rows * (columns if train.loss == "chunked" else arch.vocab)
+    joining = (2 * arch.vocab + columns) * c * rows if parts > 1 and train.loss != "chunked" else 0
+    kept = (gradient - c) * num_logits  # beside the logits' own gradient
     return LossActivations(
         kept_bytes=_tail(model, c) * tokens,
-        forward_bytes=(forward + softcap) * arch.vocab * rows + _head_gradient(model, train, c),
-        backward_bytes=(backward + softcap) * arch.vocab * rows,
-        num_logits=arch.vocab * rows,
-        logits_gradient_bytes=gradient * arch.vocab * rows,
+        forward_bytes=max((forward + softcap) * num_logits + _head_gradient(model, train, c) // parts, joining),
+        backward_bytes=(backward + softcap) * num_logits,
+        num_logits=num_logits,
+        logits_gradient_bytes=kept + c * columns * rows,
         norm_bytes=(c + 4 + 4 * NORM_GRADIENTS) * arch.hidden * tokens if arch.norm.startswith("rms") else 0,
     )
 
@@ -63,9 +69,15 @@ def _head_trains(model: ModelSpec) -> bool:
     return any(t.trainable for unit, t in model.tensors() if unit.kind == "head" or "embed" in unit.kind)
 
 
-def _bytes_per_entry(loss: str, c: int) -> tuple[int, int, int]:
-    """Bytes per logit at the end of forward, at the start of backward, and in the head's backward."""
+def _bytes_per_entry(loss: str, c: int, parts: int) -> tuple[int, int, int]:
+    """Bytes per logit at the end of forward, at the start of backward, and in the head's backward.
+
+    A loss of the parts (:meth:`lightning_shard.parallelize.vocabulary.SplitHead.loss`) has no log-softmax: beside the
+    logits in FP32 their exponentials, for the sum forward and as the gradient backward.
+    """
     wide = c if loss == "narrow" else 4
+    if loss == "chunked" and parts > 1:
+        return 2 * wide, 2 * wide, c
     cast = 0 if wide == c else wide
     copied = wide if loss == "shifted" else 0
     kept = wide if loss == "kept" else 0

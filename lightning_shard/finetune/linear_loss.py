@@ -2,8 +2,9 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_shard.activations.loss import CHUNK_TOKENS
+from lightning_shard.parallelize.vocabulary import SplitHead, split_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ def head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, rule: LogitRule,
     """Sum over tokens of the cross-entropy of ``rule(head(hidden))``, at most a chunk of logits at a time.
 
     The head is called as the module it is, once, with another forward: whatever gathers, casts or hooks it (FSDP, a
-    tied weight in the root's group, a peft wrapper) works as for any forward.
+    tied weight in the root's group, a peft wrapper) works as for any forward. Of a head that tensor-parallel ranks share
+    each rank has its own columns of the logits only.
 
     Args:
         head: a linear layer (out, in), or what stands for one.
@@ -54,22 +57,33 @@ def head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, rule: LogitRule,
         rule: what the model does to the head's output.
         liger: use Liger's kernel, where the head is a plain linear layer.
     """
-    plain = type(head).forward is nn.Linear.forward and rule.is_identity  # FSDP gives it a class of its own
+    split = split_head(head)
+    if split is not None and liger:
+        raise ValueError(
+            "Liger's kernel needs the whole head, which this plan splits over tensor-parallel ranks. Set model.loss to chunked."
+        )
+    is_linear = type(head).forward is nn.Linear.forward  # FSDP gives it a class of its own
 
     def plain_forward(x: Tensor) -> Tensor:
         linear: Any = head
         x, weight, bias = _in_compute_type(x, linear.weight, linear.bias)
         if liger:
             return _liger_loss(x, weight, bias, targets)
-        loss: Tensor = _ChunkedLoss.apply(x, weight, bias, targets)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(x, weight, bias, targets, split)  # type: ignore[no-untyped-call]
         return loss
 
     original = head.forward
 
     def other_forward(x: Tensor) -> Tensor:
-        return _recomputed(lambda part: rule(original(part)), x, targets)
+        linear: Any = head
+        # As they are now: what is cast or split for a forward is not so when backward comes and recomputes.
+        product = partial(functional.linear, weight=linear.weight, bias=linear.bias) if is_linear else original
+        return _recomputed(lambda part: rule(product(part)), x, targets, split)
 
-    with _forward_of(head, plain_forward if plain else other_forward):
+    with (
+        _forward_of(head, plain_forward if is_linear and rule.is_identity else other_forward),
+        split.apart() if split else nullcontext(),
+    ):
         loss: Tensor = head(hidden)
     return loss
 
@@ -104,7 +118,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, split: SplitHead | None
+    ) -> Tensor:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         wide = total.dtype
@@ -115,12 +131,18 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(x), CHUNK_TOKENS):
                 part, wanted = x[start : start + CHUNK_TOKENS], targets[start : start + CHUNK_TOKENS, None]
                 logits = functional.linear(part, weight, bias).to(wide)
-                log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
-                total += (log_sum - logits.gather(1, wanted)).sum()
+                log_sum, here = torch.logsumexp(logits, dim=-1, keepdim=True), None
+                if split is not None:
+                    wanted, here = split.columns(wanted, logits.shape[-1])
+                picked = logits.gather(1, wanted)
+                if split is not None and here is not None:
+                    log_sum, picked = split.over_all(log_sum, picked.masked_fill(~here, 0.0))
+                total += (log_sum - picked).sum()
                 if not (needs_x or needs_weight or needs_bias):
                     continue
                 gradient = logits.sub_(log_sum).exp_()
-                gradient.scatter_add_(1, wanted, torch.full_like(log_sum, -1.0))
+                minus_one = torch.full_like(log_sum, -1.0)
+                gradient.scatter_add_(1, wanted, minus_one if here is None else minus_one * here)
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0)
                 gradient = gradient.to(weight.dtype)
@@ -134,22 +156,26 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_loss: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         grad_x, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
 
         def scaled(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
             return None if gradient is None else (gradient * grad_loss).to(dtype or gradient.dtype)
 
-        return scaled(grad_x, None), scaled(grad_weight, weight_dtype), scaled(grad_bias, bias_dtype), None
+        return scaled(grad_x, None), scaled(grad_weight, weight_dtype), scaled(grad_bias, bias_dtype), None, None
 
 
-def _recomputed(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
+def _recomputed(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, split: SplitHead | None) -> Tensor:
     """Chunk by chunk, each recomputed in backward: right for any head, for a second product with it."""
 
     def chunk_loss(part: Tensor, wanted: Tensor) -> Tensor:
         logits = logits_of(part)
         wide = torch.promote_types(logits.dtype, torch.float32)
+        if split is not None:
+            return split.loss(logits.to(wide), wanted)
         return functional.cross_entropy(logits.to(wide), wanted, reduction="sum")
 
     starts = range(0, len(x), CHUNK_TOKENS) if len(x) else (0,)

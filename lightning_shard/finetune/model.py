@@ -19,6 +19,7 @@ from lightning_shard.finetune.packing import require_packable
 from lightning_shard.finetune.streamed import reads_streams, streamed_model
 from lightning_shard.finetune.tuned import TunedModel
 from lightning_shard.parallelize.together import on_all_ranks
+from lightning_shard.parallelize.vocabulary import split_head
 from lightning_shard.specs import AdapterSpec
 
 if TYPE_CHECKING:
@@ -118,9 +119,11 @@ class CausalLM(TunedModel):
         targets = labels[:, 1:]
         learned = targets != IGNORED
         hidden = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        liger = self.loss == "liger" or (self.loss == "auto" and ids.is_cuda and has_liger())
-        wanted = targets[learned]
-        loss = head_loss(model.get_output_embeddings(), hidden[:, :-1][learned], wanted, self._rule, liger=liger)
+        head, wanted = model.get_output_embeddings(), targets[learned]
+        liger = self.loss == "liger" or (
+            self.loss == "auto" and ids.is_cuda and has_liger() and split_head(head) is None
+        )
+        loss = head_loss(head, hidden[:, :-1][learned], wanted, self._rule, liger=liger)
         return loss, learned.sum()
 
     def _logit_rule(self, model: Any) -> LogitRule | None:

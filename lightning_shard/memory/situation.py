@@ -8,7 +8,7 @@ from lightning_shard.hardware import Cluster
 from lightning_shard.memory.groups import Group, find_groups, is_autocast
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, Optimizer, TrainSpec, dtype_bytes, find_optimizer
-from lightning_shard.specs.split import rank_architecture
+from lightning_shard.specs.split import full_name, rank_architecture, rank_unit, split_vocabulary, splits_head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +94,14 @@ class Situation:
 
     @property
     def tied_numel(self) -> int:
-        """Trained elements of an embedding that is the head as well."""
+        """Trained elements, on one rank, of an embedding that is the head as well."""
         tied = {name for pair in self.model.tied for name in pair}
         return sum(
             tensor.numel
             for unit in self.model.units
             if unit.kind == "embedding"
-            for tensor in unit.tensors
-            if tensor.trainable and f"{unit.names[0]}.{tensor.name}" in tied
+            for tensor in rank_unit(self.model, unit, self.plan.tp).tensors
+            if tensor.trainable and full_name(unit, tensor) in tied
         )
 
     def total(self, field: str, *kinds: str) -> int:
@@ -111,6 +111,11 @@ class Situation:
     def one(self, field: str, *kinds: str) -> int:
         """The largest of a group's figures, among some kinds."""
         return max((int(getattr(g, field)) for g in self.groups if g.kind in kinds), default=0)
+
+    @property
+    def splits_embedding(self) -> bool:
+        """Whether tensor-parallel ranks hold a part of the embedding each."""
+        return bool(split_vocabulary(self.model, self.plan.tp))
 
     @property
     def top(self) -> Block | None:
@@ -150,7 +155,7 @@ def make_situation(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clus
         cluster=cluster,
         groups=groups,
         blocks=_blocks(model, train, plan, groups),
-        loss=loss_activations(model, train),
+        loss=loss_activations(model, train, plan.tp if splits_head(model, plan.tp) else 1),
         optimizer=find_optimizer(train.optimizer),
         master_bytes=dtype_bytes(precision.master_dtype),
         compute_bytes=dtype_bytes(precision.compute_dtype or precision.master_dtype),

@@ -2,7 +2,7 @@
 
 from lightning_shard.activations import BackwardPoint
 from lightning_shard.memory.moments import Moment
-from lightning_shard.memory.situation import Block, Situation, uses_autocast
+from lightning_shard.memory.situation import Block, Situation, input_needs_gradient, uses_autocast
 
 
 def gathered_weights(s: Situation, moment: Moment) -> int:
@@ -199,8 +199,10 @@ def activation_gradients(s: Situation, moment: Moment) -> int:
     if moment is Moment.HEAD_REDUCE:  # or, the head's gradients gone, the last norm's backward
         going = 0 if s.tied_numel else weight_gradients(s, moment)
         return max(stream, s.loss.norm_bytes - going)
-    if moment in (Moment.TOP_REDUCE, Moment.BLOCK_END, Moment.BOTTOM_REDUCE, Moment.EMBEDDING):
+    if moment in (Moment.TOP_REDUCE, Moment.BLOCK_END, Moment.BOTTOM_REDUCE):
         return stream
+    if moment is Moment.EMBEDDING:  # split over ranks, a copy with the others' tokens masked out
+        return 2 * stream if s.splits_embedding and input_needs_gradient(s.model) else stream
     return 0
 
 

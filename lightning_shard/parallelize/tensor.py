@@ -3,20 +3,27 @@
 Weights are stored as DTensors over the ``tp`` axis, so that sharding, clipping and checkpoints know their
 layout; during a layer's forward each is shadowed by its local part. Two operations carry all traffic: one that
 sums gradients where a replicated activation enters split columns, one that sums outputs where split rows end.
-Layers the model's plan does not name are kept whole on every rank of the axis.
+Embedding and head are split along the vocabulary (:mod:`lightning_shard.parallelize.vocabulary`). Other layers that the
+model's plan does not name are kept whole on every rank of the axis.
 """
 
+import logging
 import re
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from typing_extensions import override
+
+from lightning_shard.parallelize.summed import sum_gradient, sum_over
+from lightning_shard.parallelize.vocabulary import SplitHead, inner_layers, look_up_in_parts, vocabulary_layers
+
+log = logging.getLogger(__name__)
 
 COLUMNS, ROWS, WHOLE, SUMMED = "colwise", "rowwise", "whole", "replicated_with_grad_allreduce"
+TABLE = "vocabulary"
+"""Rows of a look-up table."""
 
 
 class TensorParallel:
@@ -39,7 +46,7 @@ class TensorParallel:
         self._done: set[int] = set()
         model = _model_with_plan(root)
         _require_divisible(model, mesh.size())
-        # Embedding and head, outside the numbered blocks, are kept whole: FSDP shards them.
+        # The plan's words on embedding and head, outside the numbered blocks, differ by model; how they are split does not.
         plan = {pattern: style for pattern, style in model.tp_plan.items() if "*" in pattern}
         _require_known(model, plan)
         for name, layer in model.named_modules():
@@ -50,6 +57,8 @@ class TensorParallel:
             raise ValueError(
                 f"The tp_plan of {type(model).__name__} names no layer that it has. Use tp=1 and dp_shard."
             )
+        self._split_vocabulary(model)
+        self._callers = {id(part): module for module in root.modules() for part in module.children() if _is_list(part)}
 
     def apply(self, unit: nn.Module) -> None:
         """Split the layers of ``unit`` that the plan names and keep the rest whole; layers done before are skipped."""
@@ -58,7 +67,26 @@ class TensorParallel:
                 self._done.add(id(layer))
                 style = self._styles.get(id(layer), WHOLE)
                 self._place(layer, style)
-                _compute_locally(layer, style, self._mesh.get_group())
+                group = self._mesh.get_group()
+                _compute_locally(layer, style, group, self._callers.get(id(layer), layer))
+                if style == TABLE:
+                    look_up_in_parts(layer, group)
+
+    def _split_vocabulary(self, model: Any) -> None:
+        embedding, head = vocabulary_layers(model, self._mesh.size())
+        if embedding is None and self._mesh.get_rank() == 0:
+            log.warning(
+                "tp=%d does not divide the vocabulary of %s: embedding and head stay whole on every rank. Pad it to a multiple: "
+                "model.resize_token_embeddings(pad_to_multiple_of=%d).",
+                self._mesh.size(),
+                type(model).__name__,
+                self._mesh.size(),
+            )
+        for outer, style in ((embedding, TABLE), (head, COLUMNS)):
+            for layer in [outer] if outer is not None and hasattr(outer, "lora_A") else inner_layers(outer):
+                self._assign("The vocabulary's layer", layer, style)
+        if head is not None:
+            SplitHead(head, self._mesh.get_group())
 
     def _assign(self, name: str, layer: nn.Module, style: str) -> None:
         """Note a layer's style; an adapter on it splits so that its product has the layer's own layout."""
@@ -71,6 +99,7 @@ class TensorParallel:
                 "method='lora', or tp=1."
             )
         self._styles[id(layer.base_layer)] = style
+        # Of a table both are empty: peft keeps its adapter in lists beside them, which stay whole.
         first, second = (WHOLE, COLUMNS) if style == COLUMNS else (ROWS, WHOLE)
         self._styles.update({id(matrix): first for matrix in layer.lora_A.children()})  # type: ignore[union-attr,operator]
         self._styles.update({id(matrix): second for matrix in layer.lora_B.children()})  # type: ignore[union-attr,operator]
@@ -79,25 +108,35 @@ class TensorParallel:
         for name, parameter in list(layer._parameters.items()):
             if parameter is None:
                 continue
+            where = [_placement(style, name)]
             if parameter not in self.placed:
                 placed = distribute_tensor(
-                    parameter.detach().to(self._mesh.device_type),
-                    self._mesh,
-                    [_placement(style, name)],
-                    src_data_rank=None,
+                    parameter.detach().to(self._mesh.device_type), self._mesh, where, src_data_rank=None
                 )
                 self.placed[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            if list(self.placed[parameter].placements) != where:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"A {type(layer).__name__} shares its {name} of shape {tuple(parameter.shape)} with a layer that tensor "
+                    "parallelism splits otherwise. Untie the two, or use tp=1."
+                )
             layer._parameters[name] = self.placed[parameter]
 
 
 def _placement(style: str, name: str) -> Placement:
-    if style == COLUMNS:
+    if style in (COLUMNS, TABLE):
         return Shard(0)
     return Shard(1) if style == ROWS and name == "weight" else Replicate()
 
 
-def _compute_locally(layer: nn.Module, style: str, group: dist.ProcessGroup) -> None:
-    """Hooks that shadow the layer's DTensors by their local parts and sum what must be summed."""
+def _is_list(module: nn.Module) -> bool:
+    """Whether ``module`` only holds parameters for the module that it is in (peft's adapters of a table)."""
+    return isinstance(module, (nn.ParameterDict, nn.ParameterList))
+
+
+def _compute_locally(layer: nn.Module, style: str, group: dist.ProcessGroup, caller: nn.Module) -> None:
+    """Hooks that shadow the layer's DTensors by their local parts and sum what must be summed; ``caller``: whose forward
+    uses them, mostly the layer itself.
+    """
     stack: list[dict[str, Any]] = []
 
     def before(_: nn.Module, args: Any) -> Any:
@@ -126,49 +165,8 @@ def _compute_locally(layer: nn.Module, style: str, group: dist.ProcessGroup) -> 
         output = sum_over(output, group)
         return output if "after" not in outer else output + outer["after"]
 
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after, always_call=True)
-
-
-def sum_gradient(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The identity, whose gradient is summed over the group."""
-    result: Tensor = _SumGradient.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def sum_over(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the group; every rank's gradient is that of the sum."""
-    result: Tensor = _Sum.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = value.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    caller.register_forward_pre_hook(before)
+    caller.register_forward_hook(after, always_call=True)
 
 
 def _model_with_plan(root: nn.Module) -> Any:

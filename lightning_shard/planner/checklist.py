@@ -7,7 +7,7 @@ from lightning_shard.memory import Estimate
 from lightning_shard.memory.situation import Situation
 from lightning_shard.plans import MIB, tuned_bucket_bytes
 from lightning_shard.specs import format_bytes
-from lightning_shard.specs.split import why_not_split
+from lightning_shard.specs.split import splits_head, vocabulary_rows, why_not_split
 from lightning_shard.timing.links import bandwidth, ring_of
 from lightning_shard.traffic import link_bytes
 
@@ -107,11 +107,18 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
+def _vocabulary(s: Situation) -> str:
+    tp, num_rows = s.plan.tp, vocabulary_rows(s.model)
+    if not s.splits_embedding:
+        return f" and all of the vocabulary ({tp} does not divide its {num_rows} rows: pad them)" if num_rows else ""
+    return f" and 1/{tp} of the vocabulary{'' if splits_head(s.model, tp) else ' (of the embedding, not of the head)'}"
+
+
 def _tensor_parallel(s: Situation, limit_bytes: int) -> str:
     if s.plan.tp > 1:
         return (
-            f"yes, over {s.plan.tp} ranks of a node: each holds {format_bytes(s.one('gathered_bytes', 'block'))} of a block, "
-            "and sums activations over the in-node link"
+            f"yes, over {s.plan.tp} ranks of a node: each holds {format_bytes(s.one('gathered_bytes', 'block'))} of a block"
+            f"{_vocabulary(s)}, and sums activations over the in-node link"
         )
     refusal = why_not_split(s.model, 2)
     if refusal is not None:

@@ -1,5 +1,6 @@
 """The plain step of a causal language model: tokens in, mean loss out."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.activations.loss import CHUNK_TOKENS
+from lightning_shard.parallelize.vocabulary import SplitHead, split_head
 from lightning_shard.specs import TrainSpec
 
 
@@ -49,9 +51,11 @@ class CausalStep(nn.Module):
         hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
         head = model.get_output_embeddings()
         # Through one call of the head, so that a head in a group of its own is gathered and reduced once.
-        head.forward = lambda states, labels: _loss_by_chunks(states, labels, head)
+        split = split_head(head)
+        head.forward = lambda states, labels: _loss_by_chunks(states, labels, head, split)
         try:
-            loss: Tensor = head(hidden[:, :-1], tokens[:, 1:])
+            with split.apart() if split else nullcontext():
+                loss: Tensor = head(hidden[:, :-1], tokens[:, 1:])
         finally:
             del head.forward
         return loss
@@ -62,12 +66,14 @@ def token_batch(train: TrainSpec) -> Tensor:
     return torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.long)
 
 
-def _loss_by_chunks(hidden: Tensor, labels: Tensor, head: Any) -> Tensor:
+def _loss_by_chunks(hidden: Tensor, labels: Tensor, head: Any, split: SplitHead | None) -> Tensor:
     states, targets = hidden.flatten(0, 1), labels.flatten()
     weight, bias = head.weight, head.bias  # as they are now: backward recomputes with the same casts
 
     def loss_of(some: Tensor, wanted: Tensor) -> Tensor:
         logits = functional.linear(some, weight, bias)
+        if split is not None:
+            return split.loss(logits.float(), wanted)
         return functional.cross_entropy(logits.float(), wanted, reduction="sum")
 
     pieces = zip(torch.split(states, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)

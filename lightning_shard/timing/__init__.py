@@ -2,7 +2,7 @@
 
 from lightning_shard.timing.links import Ring, all_reduce_s, bandwidth, collective_s, ring_of
 from lightning_shard.timing.step import KINDS, StepTime, Traffic, compute_flops, time_step
-from lightning_shard.timing.tensor_parallel import Sums, tensor_sums
+from lightning_shard.timing.tensor_parallel import Sums, tensor_gathers, tensor_sums
 
 __all__ = [
     "KINDS",
@@ -15,6 +15,7 @@ __all__ = [
     "collective_s",
     "compute_flops",
     "ring_of",
+    "tensor_gathers",
     "tensor_sums",
     "time_step",
 ]

@@ -14,9 +14,10 @@ from lightning_shard.memory import Situation
 from lightning_shard.memory.groups import Group
 from lightning_shard.plans import tuned_bucket_bytes
 from lightning_shard.specs import TensorSpec
+from lightning_shard.specs.split import full_name, split_vocabulary
 from lightning_shard.timing.adapters import BACKWARD, adapter_s
 from lightning_shard.timing.links import Ring, all_reduce_s, collective_s, ring_of
-from lightning_shard.timing.tensor_parallel import tensor_sums
+from lightning_shard.timing.tensor_parallel import tensor_gathers, tensor_sums
 
 ATTENTION_BACKWARD = 2.5
 """Backward of fused attention against its forward: it recomputes the scores (FlashAttention paper, 2.5x)."""
@@ -92,29 +93,32 @@ def _offload_s(s: Situation) -> float:
 
 
 def _tensor_parallel(s: Situation) -> tuple[float, float]:
-    """Seconds and bytes sent of the sums inside blocks. The next product waits for each, so nothing hides them."""
+    """Seconds and bytes sent of sums and joined logits. The next product waits for each, so nothing hides them."""
     if s.plan.tp == 1:
         return 0.0, 0.0
-    ring, sums = ring_of(s.cluster, s.plan.tp, 1), tensor_sums(s)
-    rounds = s.train.accumulate
+    ring, sums, gathers = ring_of(s.cluster, s.plan.tp, 1), tensor_sums(s), tensor_gathers(s)
+    rounds, share = s.train.accumulate, _sum_share(s.plan.tp)
     seconds = all_reduce_s(s.cluster, ring, sums.num_bytes, messages=sums.messages)
-    return rounds * seconds, rounds * _sum_share(s.plan.tp) * sums.num_bytes
+    seconds += collective_s(s.cluster, ring, gathers.num_bytes, messages=gathers.messages)
+    return rounds * seconds, rounds * share * (sums.num_bytes + gathers.num_bytes / 2)
 
 
 def compute_flops(s: Situation, *, own: bool = False) -> tuple[float, float]:
     """Forward and backward FLOPs of one micro-batch: 2 per weight and token forward, 2 for the input's gradient,
     2 more for the weight's where it trains (6 PT in full, 4 PT with adapters); attention on top.
 
-    ``own`` counts what tensor-parallel ranks all compute (head, norms) once for all of them.
+    ``own`` counts what tensor-parallel ranks all compute (the last norm, a head that is not split) once for all of them.
     """
     tokens = num_tokens(s.model, s.train)
     used = trained = 0.0
+    split = split_vocabulary(s.model, s.plan.tp)
     for group in s.groups:
         if group.unit.kind == "embedding" and not s.model.tied:
             continue
         for tensor in group.unit.tensors:
             active = group.count * tensor.numel * _active_share(s, tensor)
-            active /= s.plan.tp if own and group.kind != "block" else 1
+            whole = group.kind != "block" and full_name(group.unit, tensor) not in split
+            active /= s.plan.tp if own and whole else 1
             used += active
             trained += active if tensor.trainable else 0.0
     scores = _attention_flops(s)

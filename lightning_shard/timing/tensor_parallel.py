@@ -1,20 +1,31 @@
-"""What tensor-parallel ranks sum inside blocks: outputs of split rows forward, inputs' gradients of split columns
-backward (:mod:`lightning_shard.parallelize.tensor`).
+"""What tensor-parallel ranks sum: outputs of split rows forward, inputs' gradients of split columns backward; and the
+logits that they join (:mod:`lightning_shard.parallelize.tensor`, :mod:`lightning_shard.parallelize.vocabulary`).
 """
 
+import math
 from dataclasses import dataclass
 
 from lightning_shard.activations.block import num_tokens
 from lightning_shard.activations.linears import find_linears, norms_train
+from lightning_shard.activations.loss import CHUNK_TOKENS
 from lightning_shard.memory import Situation
 from lightning_shard.memory.situation import Block, input_needs_gradient
 from lightning_shard.specs import TensorSpec
-from lightning_shard.specs.split import COLUMNS, ROWS, SUMMED, split_layers, style_of
+from lightning_shard.specs.split import (
+    COLUMNS,
+    ROWS,
+    SUMMED,
+    full_name,
+    split_layers,
+    split_vocabulary,
+    splits_head,
+    style_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """All-reduces of one micro-batch: bytes summed, and how many."""
+    """Collectives of one kind in one micro-batch: bytes of the whole side, and how many."""
 
     num_bytes: int = 0
     messages: int = 0
@@ -27,7 +38,7 @@ class Sums:
 
 
 def tensor_sums(s: Situation) -> Sums:
-    """Of all blocks, recomputing ones forward twice."""
+    """All-reduces: of all blocks, recomputing ones forward twice, of the embedding and of the head's input."""
     total = Sums()
     if s.plan.tp == 1:
         return total
@@ -37,7 +48,28 @@ def tensor_sums(s: Situation) -> Sums:
         backward = _of(s, [tensor.shape[1] for tensor in columns])
         total += (forward + backward + _shared_weights(s, block)) * block.group.count
         total += _of(s, [tensor.shape[0] for tensor in _summed_again(rows)]) * block.recomputing
-    return total + _of(s, [_hidden(s)] * _without_gradient(s)) * -1
+    return total + _vocabulary(s) + _of(s, [_hidden(s)] * _without_gradient(s)) * -1
+
+
+def tensor_gathers(s: Situation) -> Sums:
+    """All-gathers: the logits of a split head, or, chunk by chunk, two FP32 numbers of each rank and token."""
+    arch = s.model.architecture
+    if arch is None or not splits_head(s.model, s.plan.tp):
+        return Sums()
+    tokens = num_tokens(s.model, s.train)
+    if s.train.loss == "chunked":
+        return Sums(2 * 4 * s.plan.tp * tokens, math.ceil(tokens / CHUNK_TOKENS))
+    return Sums(s.compute_bytes * arch.vocab * tokens, 1)
+
+
+def _vocabulary(s: Situation) -> Sums:
+    """The embedding's output forward; backward the gradient of the head's input, and of an adapter's second matrix."""
+    widths = [_hidden(s)] if s.splits_embedding else []
+    if splits_head(s.model, s.plan.tp) and any(t.trainable for unit, t in s.model.tensors() if unit.kind != "head"):
+        split = split_vocabulary(s.model, s.plan.tp)
+        second = [t for u, t in s.model.tensors() if u.kind == "head" and t.adapter and full_name(u, t) in split]
+        widths += [_hidden(s), *(tensor.shape[1] for tensor in second if len(tensor.shape) == 2)]
+    return _of(s, widths)
 
 
 def _of(s: Situation, widths: list[int]) -> Sums:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.llama import TinyLlama, make_tokens
+from helpers.llama import AdaptedVocabulary, TinyLlama, make_llama, make_tokens
 from helpers.resuming import Kind, losses_of
 from lightning.pytorch import Trainer
+from peft import PeftModel
 from torch import distributed as dist
 
 from lightning_shard import FSDP2Strategy, Plan, TunedDDPStrategy
@@ -55,8 +56,8 @@ def losses(layout: str, kind: Kind, folder: Path, ckpt: Path | None = None) -> l
     return run_ranks(num_ranks, losses_of, make, kind, folder, steps=10, ckpt=ckpt)[0][0]
 
 
-def go_on(make: Any, path: Path, steps: int, *, resume: bool) -> dict[str, torch.Tensor]:
-    module = TinyLlama("lora", tied=True)
+def go_on(make: Any, model: str, path: Path, steps: int, *, resume: bool) -> dict[str, torch.Tensor]:
+    module = MODELS[model]()
     strategy = make()
     trainer = Trainer(**QUIET, strategy=strategy, devices=dist.get_world_size(), max_steps=steps)
     tp = strategy.fixed_plan().tp if strategy.fixed_plan() else 1
@@ -67,12 +68,33 @@ def go_on(make: Any, path: Path, steps: int, *, resume: bool) -> dict[str, torch
     return trained_parameters(module)
 
 
-@pytest.mark.parametrize("before", ["tp", "fsdp2"])
-def test_tensor_parallel_shards_are_read_by_others_and_read_theirs(before: str, tmp_path: Path) -> None:
+class Uneven(TinyLlama):
+    """Each tensor-parallel rank's 33 rows of the vocabulary are shared unevenly."""
+
+    def _build(self) -> None:
+        self.model = make_llama(tied=True, vocab_size=66)
+
+
+MODELS = {
+    "tied": Uneven,
+    "vocabulary-lora": partial(AdaptedVocabulary, "lora"),
+    "vocabulary-saved": partial(AdaptedVocabulary, "full"),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "model"), [("tp", "tied"), ("tp", "vocabulary-lora"), ("fsdp2", "vocabulary-saved")]
+)
+def test_tensor_parallel_shards_are_read_by_others_and_read_theirs(before: str, model: str, tmp_path: Path) -> None:
     made = {"tp": partial(FSDP2Strategy, Plan(dp_shard=2, tp=2)), "fsdp2": partial(FSDP2Strategy, Plan(dp_shard=4))}
     after = "fsdp2" if before == "tp" else "tp"
-    whole = run_ranks(1, go_on, TunedDDPStrategy, tmp_path / "w.ckpt", 4, resume=False)[0]
-    run_ranks(4, go_on, made[before], tmp_path / "x.ckpt", 2, resume=False)
-    resumed = run_ranks(4, go_on, made[after], tmp_path / "x.ckpt", 4, resume=True)[0]
+    whole = run_ranks(1, go_on, TunedDDPStrategy, model, tmp_path / "w.ckpt", 4, resume=False)[0]
+    saved = run_ranks(4, go_on, made[before], model, tmp_path / "x.ckpt", 2, resume=False)[0]
+    resumed = run_ranks(4, go_on, made[after], model, tmp_path / "x.ckpt", 4, resume=True)[0]
     for name, value in whole.items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5)
+    if model != "tied":
+        adapter = PeftModel.from_pretrained(make_llama(), tmp_path / "x.ckpt" / "adapter", is_trainable=True)
+        held = {f"model.{name}": value for name, value in adapter.named_parameters() if value.requires_grad}
+        assert held.keys() == saved.keys()
+        assert all(torch.equal(held[name], value) for name, value in saved.items())

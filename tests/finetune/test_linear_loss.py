@@ -190,9 +190,9 @@ def test_two_ranks_learn_what_one_learns_from_all_logits(tmp_path: Path, lora: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", ["full", "lora"])
+@pytest.mark.parametrize("lora", ["full", "lora-on-head"])
 def test_two_ranks_that_split_the_model_learn_the_same(tmp_path: Path, lora: str) -> None:
-    """Under tensor parallelism both ranks see every row, and the head is whole on each."""
+    """Under tensor parallelism both ranks see every row, and each has half of the head."""
     make_model_folder(tmp_path / "model")
     write_pairs(tmp_path / "train.jsonl", 12)
     (one,) = run_ranks(1, run, tmp_path, "full", HEADS[lora], "auto")

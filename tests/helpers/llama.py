@@ -4,11 +4,12 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_shard import lora
+from lightning_shard.parallelize.materialize import seeded
 from lightning_shard.testing import GlobalBatchSampler
 
 NUM_BLOCKS = 3
@@ -70,6 +71,21 @@ class TinyLlama(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, eps=EPS)
+
+
+class AdaptedVocabulary(TinyLlama):
+    """An adapter on embedding and head, or (``full``) a copy of each that trains whole."""
+
+    def _build(self) -> None:
+        ends = ["embed_tokens", "lm_head"]
+        targets = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ends}
+        if self.training_kind == "lora":
+            targets = {"target_modules": ["q_proj", "down_proj", *ends]}
+        self.model = lora(make_llama(), r=4, seed=7, **targets)
+        for name, parameter in self.model.named_parameters():
+            if "lora_embedding_A" in name or "lora_B" in name:  # from zero little would move
+                with seeded(7, name):
+                    nn.init.normal_(parameter, std=0.1)
 
 
 def make_tokens(rank: int, world_size: int) -> DataLoader[tuple[Tensor, ...]]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkered import checkered
-from helpers.llama import TinyLlama, Training, make_llama, make_tokens
+from helpers.llama import VOCABULARY, AdaptedVocabulary, TinyLlama, Training, make_llama, make_tokens
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -24,13 +23,16 @@ PLANS = {
 
 
 class TinyQwen(TinyLlama):
-    """Biases, and norms of queries and keys whose gradient every rank holds a part of."""
+    """Biases, and norms of queries and keys whose gradient every rank holds a part of; each rank's 33 rows of the
+    vocabulary are shared unevenly, and one of them pads.
+    """
 
     def _build(self) -> None:
         torch.manual_seed(1)
         config = Qwen3Config(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=66, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=8, attention_bias=True, use_cache=False, tie_word_embeddings=self.tied,
+            pad_token_id=40,
         )  # fmt: skip
         model = Qwen3ForCausalLM(config)
         self.model = lora(model, r=4, seed=7) if self.training_kind == "lora" else model
@@ -46,15 +48,39 @@ def run(plan: Plan, make: Any) -> list[RunResult]:
 
 
 @cache
-def one_process(model: Any, training: Training, tied: bool) -> RunResult:
-    return run_ranks(1, run_trainer, partial(model, training, tied=tied), make_tokens, **OPTIONS)[0]
+def one_process(model: Any, training: Training) -> RunResult:
+    return run_ranks(1, run_trainer, partial(model, training, tied=model is TinyLlama), make_tokens, **OPTIONS)[0]
 
 
-@pytest.mark.parametrize(*checkered(name=PLANS, model=[TinyLlama, TinyQwen], training=["lora", "full"]))
-def test_splitting_keeps_the_numbers(name: str, model: Any, training: Training) -> None:
-    tied = model is TinyLlama
-    for result in run(PLANS[name], partial(model, training, tied=tied)):
-        assert_parity(result, one_process(model, training, tied), rtol=2e-5)
+MODELS: dict[str, tuple[Any, Training]] = {
+    "tied": (TinyLlama, "full"),  # the embedding is the head as well
+    "tied-lora": (TinyLlama, "lora"),
+    "qwen": (TinyQwen, "full"),
+    "qwen-lora": (TinyQwen, "lora"),
+    "vocabulary-lora": (AdaptedVocabulary, "lora"),
+    "vocabulary-saved": (AdaptedVocabulary, "full"),
+}
+PAIRS = {
+    "tp": ["vocabulary-lora", "tied", "qwen-lora"],
+    "tp-recomputing": ["vocabulary-saved", "qwen", "tied-lora"],
+    "fsdp2-x-tp": ["qwen", "tied", "qwen-lora", "tied-lora", "vocabulary-lora", "vocabulary-saved"],
+    "replicas-x-tp": ["tied-lora", "qwen"],
+}
+"""The first of each plan, and both that train in full beside shards, by default."""
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(name, model, marks=() if at == 0 or (name, model) == ("fsdp2-x-tp", "tied") else pytest.mark.slow)
+        for name, models in PAIRS.items()
+        for at, model in enumerate(models)
+    ],
+)
+def test_splitting_keeps_the_numbers(name: str, model: str) -> None:
+    make, training = MODELS[model]
+    for result in run(PLANS[name], partial(make, training, tied=make is TinyLlama)):
+        assert_parity(result, one_process(make, training), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +98,23 @@ def test_what_travels(training: Training, sums: int) -> None:
         2, run_trainer, partial(TinyLlama, training), partial(tokens_of_data_rank, 2),
         strategy=partial(FSDP2Strategy, PLANS["tp"]), max_steps=2,
     )[0]  # fmt: skip
-    assert result.collectives[1]["all_reduce"] == sums
-    assert result.collectives[1]["all_gather"] == 0
+    ends = 2  # the embedding's output, and the gradient of the head's input
+    assert result.collectives[1]["all_reduce"] == sums + ends
+    assert result.collectives[1]["all_gather"] == 1
+    assert result.collectives[1].num_bytes["all_gather"] == 4 * 8 * 12 * VOCABULARY
+
+
+def with_embedding(layer: nn.Module) -> Any:
+    model = make_llama(num_key_value_heads=4)
+    model.set_input_embeddings(layer)
+    return model
+
+
+def with_head(layer: nn.Module) -> Any:
+    model = make_llama(num_key_value_heads=4)
+    layer.weight = model.lm_head.weight
+    model.set_output_embeddings(layer)
+    return model
 
 
 class FakeMesh:
@@ -98,6 +139,12 @@ class FakeMesh:
             lambda: lora(make_llama(num_key_value_heads=4), method="dora", r=4, target_modules=["q_proj"]),
             r"q_proj carries DoRA",
         ),
+        (
+            lambda: lora(make_llama(num_key_value_heads=4), r=4, trainable_token_indices=[1, 2]),
+            r"trainable_token_indices reads the embedding's whole table",
+        ),
+        (lambda: with_embedding(nn.Embedding(64, 32, max_norm=1.0)), r"is more than a look-up, which tp does not split"),
+        (lambda: with_head(nn.Sequential(nn.Linear(32, 64))), r"is more than a linear layer, which tp does not split"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused(make: Any, message: str) -> None:

@@ -50,7 +50,9 @@ def test_shards_over_two_nodes() -> None:
 
 def test_split_layers_and_one_device() -> None:
     split = answers(LLAMA_70B, LORA, tp=8)
-    assert split["tensor parallel"].startswith("yes, over 8 ranks of a node: each holds 0.20 GiB of a block")
+    assert split["tensor parallel"].startswith(
+        "yes, over 8 ranks of a node: each holds 0.20 GiB of a block and 1/8 of the vocabulary, "
+    )
     one = choose(LLAMA_8B, LORA, cluster(devices=1))
     assert {answer.topic: answer.answer for answer in one.checklist}["network traffic"] == "none: one device"
 
