@@ -126,12 +126,16 @@ def note_start(layer: nn.Module, seed: int, name: str, init: bool | str = True) 
 
 
 def agree_on_starts(root: nn.Module) -> None:
-    """Have every layer start as rank 0 noted it: ranks may be seeded unlike. Collective where anything is noted."""
-    noted = {name: layer for name, layer in root.named_modules() if _START in layer.__dict__}
+    """Have every layer start as rank 0 noted it: ranks may be seeded unlike. Collective where any has yet to start."""
+    noted = {name: layer for name, layer in root.named_modules() if _START in layer.__dict__ and _waits(layer)}
     if not noted or size_of() == 1:
         return
     for name, start in gather({name: layer.__dict__[_START] for name, layer in noted.items()})[0].items():
         noted[name].__dict__[_START] = start
+
+
+def _waits(layer: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in itertools.chain(layer.parameters(), layer.buffers()))
 
 
 @torch.no_grad()

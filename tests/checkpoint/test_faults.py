@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,41 +168,49 @@ JOB = """
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-@pytest.mark.parametrize(
-    ("fault", "strategy", "victim", "told"),
-    [
-        ("raise ValueError('bad batch')", "TunedDDPStrategy", 1, r"ank 1 failed first: ValueError: bad batch"),
-        (STOP, "FSDP2Strategy", 1, r"Rank 1 has not answered for \d+ s; it was at batch \d+"),
-        (
-            STOP,
-            "TunedDDPStrategy",
-            0,
-            r"Rank 0 has not answered for \d+ s",
-        ),  # it keeps the store that tells of the others
-    ],
-    ids=["exception", "silence", "silence-of-the-first"],
-)
+ENDS = {
+    "exception": ("raise ValueError('bad batch')", "TunedDDPStrategy", 1, r"ank 1 failed first: ValueError: bad batch"),
+    "silence": (STOP, "FSDP2Strategy", 1, r"Rank 1 has not answered for \d+ s; it was at batch \d+"),
+    # It keeps the store that tells of the others.
+    "silence-of-the-first": (STOP, "TunedDDPStrategy", 0, r"Rank 0 has not answered for \d+ s"),
+}
+"""Fault, strategy, whose it is, and what the others say."""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+    """All at once, each with its output: they mostly wait."""
+    started = {}
+    for name, (fault, strategy, victim, _) in ENDS.items():
+        folder = tmp_path_factory.mktemp(name)
+        script, output = folder / "job.py", folder / "output"
+        # A busy machine must not make a rank silent that is not; time passes without work here.
+        job = {"fault": fault, "strategy": strategy, "victim": victim, "timeout_s": 60}
+        script.write_text(textwrap.dedent(JOB).format(tests=str(Path(__file__).parents[1]), **job))
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, str(script)], stdout=stream, stderr=stream, start_new_session=True,
+                env=dict(os.environ, OMP_NUM_THREADS="1"),
+            )  # fmt: skip
+        started[name] = process, output
+    yield started
+    for process, _ in started.values():
+        end_session(process.pid)
+
+
+@pytest.mark.parametrize("name", ENDS)
 def test_who_failed_is_named_and_the_others_end(
-    fault: str, strategy: str, victim: int, told: str, tmp_path: Path
+    name: str, jobs: dict[str, tuple[subprocess.Popen[bytes], Path]]
 ) -> None:
-    script, output = tmp_path / "job.py", tmp_path / "output"
-    # A busy machine must not make a rank silent that is not; time passes without work here.
-    job = {"fault": fault, "strategy": strategy, "victim": victim, "timeout_s": 60}
-    script.write_text(textwrap.dedent(JOB).format(tests=str(Path(__file__).parents[1]), **job))
-    with output.open("w") as stream:
-        started = subprocess.Popen(
-            [sys.executable, str(script)], stdout=stream, stderr=stream, start_new_session=True,
-            env=dict(os.environ, OMP_NUM_THREADS="1"),
-        )  # fmt: skip
+    fault, _, victim, told = ENDS[name]
+    process, output = jobs[name]
     other = 1 - victim
-    try:
-        until = time.monotonic() + 300
-        while time.monotonic() < until and not re.search(rf"\[rank{other}\].*Error", output.read_text()):
-            time.sleep(0.5)
-            if victim == 1 and started.poll() is not None:
-                break
-    finally:
-        end_session(started.pid)
+    until = time.monotonic() + 300
+    while time.monotonic() < until and not re.search(rf"\[rank{other}\].*Error", output.read_text()):
+        time.sleep(0.5)
+        if victim == 1 and process.poll() is not None:
+            break
+    end_session(process.pid)
     assert re.search(told, output.read_text()), output.read_text()[-3000:]
     record(
         f"a rank that ends in {'silence' if fault == STOP else 'an exception'}, not named", 2 if fault == STOP else 1, 0

@@ -1,13 +1,10 @@
 """The simulation grid: closed form and simulated step over models, what trains, layouts, recomputing and precision.
 
-``pytest -m slow -s tests/simulate/test_grid.py`` prints the agreement table, with the terms that differ. Two processes
-of their own work through the cells, since each is one thread's work.
+``pytest -m slow -rP tests/simulate/test_grid.py`` prints the agreement table, with the terms that differ. Each cell is
+one thread's work: ``-n 2`` works through them in two processes.
 """
 
 import dataclasses
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 import torch
@@ -60,35 +57,20 @@ def both(cell: Cell) -> tuple[Simulation, Estimate]:
     return simulate(build, train, plan), estimate(spec, train, plan, cluster())
 
 
-@pytest.fixture(scope="module")
-def answers(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Future[tuple[Simulation, Estimate]]]]:
-    """Of every selected cell, being worked out."""
-    ours = [item.callspec.params for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
-    cells = [tuple(row[key] for key in ("name", "training", "layout", "recompute", "precision")) for row in ours]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {cell: pool.submit(both, cell) for cell in cells}
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "half", "hsdp"])
 @pytest.mark.parametrize("training", ["full", "lora"])
 @pytest.mark.parametrize("name", GRID)
 def test_closed_form_and_simulation_agree(
-    answers: dict[Cell, Future[tuple[Simulation, Estimate]]],
-    name: str,
-    training: str,
-    layout: str,
-    recompute: str,
-    precision: str,
+    name: str, training: str, layout: str, recompute: str, precision: str
 ) -> None:
     cell = (name, training, layout, recompute, precision)
     if cell in REFUSED:
         with pytest.raises(ValueError, match="adapts the bare parameter"):
-            answers[cell].result()
+            both(cell)
         return
-    simulated, analytic = answers[cell].result()
+    simulated, analytic = both(cell)
     error = analytic.allocated_bytes / simulated.allocated_bytes - 1
     print(
         f"\n{name:13s} {training:4s} {layout:5s} {recompute:4s} {precision:10s} "
