@@ -14,7 +14,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a script: the folder above is where the benchmarks are imported from
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks import litgpt_step, memory_measured
+from benchmarks import fsdp1_step, litgpt_step, memory_measured
 from benchmarks.estimators import peer_estimate
 from benchmarks.options import Options, Row
 from benchmarks.published import Models, Published, plan, published
@@ -75,7 +75,7 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
             "simulated_device_gb": simulated["device_bytes"] / GB,
             "simulated_s": time.perf_counter() - start,
         }
-        row |= _with_the_code_that_ran(each, row)
+        row |= _with_the_code_that_ran(each, row, models)
     folder = models.folder(each.model)
     if folder is not None:
         devices = answer["decision"]["plan"]
@@ -89,9 +89,13 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
     return row
 
 
-def _with_the_code_that_ran(each: Published, row: Row) -> Row:
-    """Simulated with litgpt's own step where litgpt ran; the other jobs ran transformers' model, as ``--simulate`` does."""
-    job = litgpt_step.jobs().get(each.id)
+def _with_the_code_that_ran(each: Published, row: Row, models: Models) -> Row:
+    """Simulated with litgpt's own step or torch's FSDP1 where those ran; the other jobs ran what ``--simulate`` does."""
+    sharded, job = fsdp1_step.job_of(each), litgpt_step.jobs().get(each.id)
+    if sharded is not None:
+        folder = models.folder(each.model)
+        assert folder is not None
+        return {"matching_gb": fsdp1_step.simulated(sharded, folder) / GB, "matching": "torch's FSDP1"}
     if job is None:
         return {"matching_gb": row["simulated_gb"]}
     version = litgpt_step.litgpt_version()

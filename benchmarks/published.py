@@ -45,6 +45,10 @@ class Published:
     id: str
     source: str
     measured_gb: float
+    measured_as: str
+    """The figure's name at its source."""
+    sharding: str
+    """What the run's tool calls it."""
     nvidia_smi_bytes: int | None
     model: str
     arguments: str | None
@@ -81,6 +85,8 @@ def _row(row: dict[str, str], told: dict[str, Any]) -> Published:
         id=row["id"],
         source=row["source"],
         measured_gb=float(row["measured_GB"]),
+        measured_as=row["metric"],
+        sharding=row["sharding"],
         nvidia_smi_bytes=int(smi[1]) * 2**20 if smi else None,
         model=told["model"],
         arguments=told.get("arguments"),

@@ -17,8 +17,8 @@ DOES_NOT_FIT = 1
 
 def main(argv: list[str]) -> int:
     """Print the decision; 0 when the plan fits, 1 when nothing does."""
-    arguments = _parser().parse_args(argv)
-    train, cluster, notes = _train(arguments), read_cluster(arguments), []
+    arguments, train = parsed(argv)
+    cluster, notes = read_cluster(arguments), []
     if arguments.links:
         cluster = LinkProfile.load(arguments.links).apply(cluster)
     if arguments.calibrate:
@@ -40,6 +40,12 @@ def main(argv: list[str]) -> int:
         save_plot(decision, arguments.plot)
     _show(decision, notes, arguments)
     return 0 if decision.fits else DOES_NOT_FIT
+
+
+def parsed(argv: list[str]) -> tuple[argparse.Namespace, TrainSpec]:
+    """The command's options, and what they say is trained."""
+    arguments = _parser().parse_args(argv)
+    return arguments, _train(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
