@@ -40,6 +40,10 @@ class BlockActivations:
     """Of what is kept, the first norm's share: not kept where the block's input needs no gradient."""
     sizes: tuple[int, ...]
     """Bytes of each tensor that is kept."""
+    overwritten_bytes: int
+    """Of those, the compiled gated product's: a forward that keeps nothing writes it over the gate (inductor's
+    ``inplace_buffers``).
+    """
     remade_bytes: int
     """Where the block recomputes, beside what it keeps at the end of that."""
     exact: bool
@@ -69,6 +73,7 @@ def block_activations(
         points=_points(arch, unit, setting, tape, tokens),
         input_norm_bytes=int(_first_norm(tape) * tokens),
         sizes=(*(int(size * tokens) for size in tape.kept.values()), *tape.once.values()),
+        overwritten_bytes=int(tape.kept.get("mlp_mid", 0) * tokens) if compiled and arch.gated_mlp else 0,
         remade_bytes=_remade(arch, setting, tape) * tokens,
         exact=True,
     )
@@ -281,6 +286,7 @@ def _coarse(unit: UnitSpec, c: int, tokens: int) -> BlockActivations:
         points=_products(unit, 2 * c * widest * tokens, c * widest * tokens),
         input_norm_bytes=0,
         sizes=tuple(c * (shape[0] + shape[1]) * tokens for shape in matrices),
+        overwritten_bytes=0,
         remade_bytes=0,
         exact=False,
     )

@@ -60,11 +60,16 @@ def unplaced(wanted: list[int], free: list[int]) -> int:
 
 
 def freed_before_update(s: Situation) -> list[int]:
-    """Sizes of what forward and backward leave behind: activations, casts of weights, logits and their gradients."""
+    """Sizes of what forward and backward leave behind: activations, casts of weights, logits and their gradients.
+
+    A block that recomputes leaves what its forward had; more than that is made in backward, where the loss was.
+    """
     c, sizes = s.compute_bytes, []
     for block in s.blocks:
         count = 1 if block.recomputing else block.group.count
         sizes += [size for size in block.activations.sizes for _ in range(count)]
+        if block.recomputing and block.activations.overwritten_bytes:
+            sizes.remove(block.activations.overwritten_bytes)
         sizes += [block.recomputing_bytes] * block.recomputing
         if s.casts and not s.sharded:
             sizes += [c * t.numel for t in block.group.unit.tensors if t.trainable for _ in range(count)]
