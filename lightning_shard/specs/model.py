@@ -124,9 +124,13 @@ class ModelSpec:
         return inject(self, adapter)
 
     def with_dtypes(self, precision: Precision) -> "ModelSpec":
-        """The same model stored as a precision asks: what trains in its master dtype, the rest in its frozen dtype."""
+        """The same model stored as a precision asks: what trains in its master dtype, the rest in its frozen dtype.
+        Integers and values of one byte (quantised weights) stay as they are.
+        """
 
         def stored(tensor: TensorSpec) -> TensorSpec:
+            if "int" in tensor.dtype or dtype_bytes(tensor.dtype) < 2:
+                return tensor
             dtype = precision.master_dtype if tensor.trainable else precision.frozen_dtype or tensor.dtype
             return tensor if dtype == tensor.dtype else dataclasses.replace(tensor, dtype=dtype)
 
