@@ -132,8 +132,9 @@ class _Layers:
         """Raise ValueError when the base has no place for a part of the adapter."""
         if self._left:
             raise ValueError(
-                f"The base has no tensor for {len(self._left)} of the adapter's, the first is {sorted(self._left)[0]!r}. Its "
-                "files name their tensors otherwise than the model does: use --to adapter and peft."
+                f"The base has no tensor for {len(self._left)} of the adapter's, the first is {sorted(self._left)[0]!r}. A "
+                "new head is in no base, and some files name their tensors otherwise than the model does: use --to adapter "
+                "and peft."
             )
 
 

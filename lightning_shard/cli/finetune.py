@@ -32,6 +32,8 @@ ROWS_READ_FIRST = 10_000
 
 def main(argv: list[str]) -> int:
     """Run a recipe; the arguments are those of LightningCLI, a recipe's keys among them."""
+    if not argv:
+        return _tell(ValueError("Give a recipe: --config recipes/quickstart.yaml. --help shows all keys."), BAD_INPUT)
     _quiet()
     try:
         cli = RecipeCLI(argv)
@@ -136,7 +138,7 @@ def asked_task(argv: list[str]) -> str:
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
     """Options with their values, in both forms."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # of nothing there is no following
         key, equals, value = word.partition("=")
         yield key, value if equals else following
 

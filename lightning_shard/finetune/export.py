@@ -1,5 +1,7 @@
 """The trained model as a folder that plain peft or transformers opens."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from lightning_shard.finetune.folders import whole_folder
 from lightning_shard.parallelize.together import on_all_ranks
 
 
-def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
+def save(model: Any, folder: Path, processor: Any, *, writes: bool, labels: Sequence[str] = ()) -> None:
     """Write a PEFT adapter folder, or, of a model without adapters, a whole Hugging Face folder.
 
     Collective: every rank calls it, the one with ``writes`` writes. Of a sharded model one parameter at a
@@ -19,6 +21,8 @@ def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
         folder: appears whole, replacing what was there.
         processor: the tokenizer or image processor, written beside a whole model; an adapter's base has its own.
         writes: whether this rank writes.
+        labels: of a classifier, in the order of its logits: written as ``labels.json`` beside an adapter, whose base knows
+            no such thing.
     """
     from peft import PeftModel
 
@@ -31,6 +35,8 @@ def save(model: Any, folder: Path, processor: Any, *, writes: bool) -> None:
                 model.save_pretrained(fresh, state_dict=state)
                 if adapters:
                     name_plainly(fresh)
+                    if labels:
+                        (fresh / "labels.json").write_text(json.dumps(list(labels), ensure_ascii=False), "utf-8")
                 else:
                     processor.save_pretrained(fresh)
 

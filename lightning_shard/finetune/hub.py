@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_shard.parallelize.materialize import start_anew
+from lightning_shard.specs.from_pretrained import require_on_hub
 
 RULE = "Give a folder with a config.json, a tokenizer and safetensors weights, or a hub id such as 'owner/name'."
 
@@ -69,18 +70,4 @@ def require_model(path: str) -> None:
         raise ValueError(f"model.path={path!r} holds no config.json. {RULE}")
     if path.count("/") > 1 or path.startswith((".", "~", "/")):
         raise ValueError(f"model.path={path!r} does not exist (looked from {Path.cwd()}). {RULE}")
-    _require_hub_model(path)
-
-
-def _require_hub_model(name: str) -> None:
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    try:
-        HfApi().model_info(name, timeout=10)  # loading would try for a minute before it gives up
-    except Exception as error:
-        raise ValueError(
-            f"model.path={name!r} is no folder here (looked from {Path.cwd()}), is not in the hub's cache, and the hub "
-            f"does not give it: {str(error).strip() or type(error).__name__}. {RULE}"
-        ) from error
+    require_on_hub(path, f"model.path={path!r}", RULE)

@@ -44,6 +44,8 @@ class Outcome:
     """Where the result was written."""
     adapter: bool = False
     """Whether that is a PEFT adapter; a whole model otherwise."""
+    merges: bool = False
+    """Whether ``lightning-shard export`` merges it: a head that is new is in no base's files."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The plan it ran under; empty for a strategy that has none."""
     steps: int = 0
@@ -131,7 +133,9 @@ class FinetuneReport(Callback):
             "accumulate": deal.accumulate,
         }
         outcome.folder = self.folder / ("adapter" if outcome.adapter else "model")
-        save(pl_module.model, outcome.folder, data.processor, writes=trainer.is_global_zero)
+        outcome.merges = outcome.adapter and isinstance(pl_module, CausalLM)
+        labels = getattr(data, "label_names", ())
+        save(pl_module.model, outcome.folder, data.processor, writes=trainer.is_global_zero, labels=labels)
         for messages in getattr(data, "sample_conversations", [])[: self.num_samples]:
             *asked, reference = messages
             reply = answer(pl_module.model, data.tokenizer, asked)
@@ -164,7 +168,8 @@ def render(outcome: Outcome) -> Table:
     if outcome.folder is not None:
         where = outcome.folder.resolve()
         table.add_row("Adapter" if outcome.adapter else "Model", Text(str(where)))
-        if outcome.adapter:
-            table.add_row("  merge it", Text(f"lightning-shard export {where} --to merged"))
-        table.add_row("Draw the run", Text(f"lightning-shard report {where.parent}"))
+        near = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+        if outcome.merges:
+            table.add_row("  merge it", Text(f"lightning-shard export {near} --to merged"))
+        table.add_row("Draw the run", Text(f"lightning-shard report {near.parent}"))
     return table

@@ -25,7 +25,32 @@ def read_pretrained(model: str | Path) -> ModelSpec:
     config = _read_folder(path) if path.is_dir() else None
     if config is None and _looks_like_path(str(model)):
         raise ValueError(f"There is no model at {model}. Give a folder with a config.json, a saved spec or a hub id.")
+    if config is None:
+        require_on_hub(
+            str(model), f"The model {str(model)!r}", "Give a folder with a config.json, a saved spec or a hub id."
+        )
     return _build(str(model) if config is None else str(path), name=path.name if config else str(model))
+
+
+def require_on_hub(name: str, given: str, rule: str) -> None:
+    """Raise ValueError unless ``name`` is in the hub's cache, or the hub answers for it.
+
+    Args:
+        name: a hub id.
+        given: what the user calls it, for the error.
+        rule: what to give instead, for the error.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=10)  # loading would try for a minute before it gives up
+    except Exception as error:
+        raise ValueError(
+            f"{given} is no folder here (looked from {Path.cwd()}), is not in the hub's cache, and the hub does not give "
+            f"it: {str(error).strip() or type(error).__name__}. {rule}"
+        ) from error
 
 
 def _looks_like_path(model: str) -> bool:

@@ -53,7 +53,8 @@ def test_adapter_loads_in_a_fresh_process_with_equal_logits(tmp_path: Path) -> N
     base = make_model_folder(tmp_path / "base")
     model = add_adapters(load(str(base), torch.float32), AdapterSpec(r=4, alpha=8))
     expected = disturb(model)
-    save(model, tmp_path / "adapter", None, writes=True)
+    save(model, tmp_path / "adapter", None, writes=True, labels=["no", "yes"])
+    assert json.loads((tmp_path / "adapter" / "labels.json").read_text()) == ["no", "yes"]  # as a classifier's
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

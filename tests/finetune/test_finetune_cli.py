@@ -75,6 +75,7 @@ def test_what_people_see(recipe: list[str], capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"Validation loss +\d\.\d{4} before, \d\.\d{4} after \([+-]\d+\.\d%\)", printed)
     assert printed.count("Question") == 2
     assert "1 optimizer steps" in printed
+    assert re.search(r"lightning-shard export \S+adapter --to\s+merged", printed)
     assert "Epoch 0 " in printed
     assert "/-2" not in printed  # epochs without an end
 
@@ -256,6 +257,11 @@ def test_a_folder_without_a_model_is_told(
 ) -> None:
     assert main([*recipe, "--model.path", str(tmp_path)]) == BAD_INPUT
     assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_without_arguments_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == BAD_INPUT
+    assert "--config recipes/quickstart.yaml" in capsys.readouterr().err
 
 
 def test_a_hub_id_that_nobody_answers_for_is_told_in_time(

@@ -12,6 +12,7 @@ from hand_specs import LLAMA_8B, cluster
 from lightning_shard.cli import main
 from lightning_shard.planner import Calibration, choose
 from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
+from lightning_shard.specs.from_pretrained import read_pretrained
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -180,3 +181,9 @@ def test_a_spec_is_not_an_adapter() -> None:
         AdapterSpec(alpha="32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="This is not a saved model spec"):
         ModelSpec.from_dict({"model_type": "llama"})
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="'nobody/nothing' is no folder here .* not in the hub's cache"):
+        read_pretrained("nobody/nothing")
