@@ -75,7 +75,8 @@ def test_what_people_see(recipe: list[str], capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"Validation loss +\d\.\d{4} before, \d\.\d{4} after \([+-]\d+\.\d%\)", printed)
     assert printed.count("Question") == 2
     assert "1 optimizer steps" in printed
-    assert re.search(r"lightning-shard export \S+adapter --to\s+merged", printed)
+    assert re.search(r"merge it +lightning-shard export", printed)
+    assert re.search(r"Draw the run +lightning-shard report", printed)
     assert "Epoch 0 " in printed
     assert "/-2" not in printed  # epochs without an end
 
