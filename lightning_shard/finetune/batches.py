@@ -29,6 +29,8 @@ class Split:
     """Rows longer than ``max_seq_len``, dealt with as the policy says."""
     num_left_out: int
     """Rows without a token to learn, as after a cut within the prompt, or dropped for their length."""
+    longest_row: int = 0
+    """Tokens of the longest row, before it was cut."""
     empty: tuple[str, ...] = ()
     """Where rows stand whose answers are empty: they teach the model to say nothing."""
     items: list[Item] = field(default_factory=list)
@@ -84,6 +86,7 @@ def make_split(
         num_rows=len(examples),
         num_truncated=sum(len(example.input_ids) > longest for example in examples),
         num_left_out=left_out,
+        longest_row=max(len(example.input_ids) for example in examples),
         items=[tuple(kept[i] for i in row) for row in rows],
     )
 

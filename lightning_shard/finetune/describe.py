@@ -33,6 +33,9 @@ def _describe_instructions(data: InstructionData, table: Table) -> RenderableTyp
     for name, split in data.splits.items():
         table.add_row(name.capitalize(), f"{split}.")
         table.add_row("", _lengths(split))
+        if split.num_truncated:
+            said = f"the longest row has {split.longest_row:,} tokens: with data.max_seq_len={split.longest_row} none is cut"
+            table.add_row("", Text(said, ODD))
         if split.empty:
             said = f"rows with an empty answer: {len(split.empty):,}, the first is {split.empty[0]}; they teach to say nothing"
             table.add_row("", Text(said, ODD))

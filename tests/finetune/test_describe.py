@@ -51,6 +51,9 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert sum(part["truncated"] for part in facts.values()) >= 1
     assert sum(part["left_out"] for part in facts.values()) == 1
     assert sum(part["empty"] for part in facts.values()) == 1
+    longest = max(split.longest_row for split in data.splits.values())
+    assert longest > 100
+    assert f"the longest row has {longest} tokens: with data.max_seq_len={longest} none is cut" in shown
     assert f"rows with an empty answer: 1, the first is {rows}, line 14" in shown.replace("\n", "")
     assert facts["train"]["label_tokens"] == split.num_label_tokens < facts["train"]["tokens"]
 

@@ -117,7 +117,12 @@ def classify(folder: Path, lora: AdapterSpec | None, *, whole: bool) -> dict[str
 
 @pytest.mark.parametrize(
     ("kind", "num_labels"),
-    [("lora", 0), pytest.param("full", 0, marks=SLOW), pytest.param("full", 2, marks=SLOW), ("lora", 5)],
+    [
+        pytest.param("lora", 0, marks=SLOW),
+        pytest.param("full", 0, marks=SLOW),
+        pytest.param("full", 2, marks=SLOW),
+        ("lora", 5),
+    ],
     ids=["new-head", "new-head-full", "other-labels-full", "other-labels"],
 )
 def test_classifiers_are_streamed_too_and_their_new_head_starts_by_its_name(

@@ -135,7 +135,7 @@ CASES = [
     pytest.param("lora", "before", marks=SLOW),
     pytest.param("lora", "after", marks=SLOW),
     ("lora", "backward"),
-    ("full", "before"),
+    pytest.param("full", "before", marks=SLOW),
     pytest.param("full", "after", marks=SLOW),
     pytest.param("full", "backward", marks=SLOW),
 ]
