@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.llama import TinyLlama, make_tokens
-from helpers.regression import Regression, make_vectors
+from helpers.regression import Regression, block_net, make_vectors
 from torch import Tensor
 
 from lightning_shard import FSDP2Strategy, Plan
-from lightning_shard.testing import assert_parity, run_ranks, run_trainer
+from lightning_shard.testing import RunResult, assert_parity, run_ranks, run_trainer
 
 LAYOUTS = {
     "ddp": Plan(dp_replicate=2, compile=True),
@@ -37,6 +37,31 @@ def names(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_i1_no_prefix_in_any_combination(layout: str) -> None:
     assert run_ranks(2, names, LAYOUTS[layout], timeout_s=300) == [[], []]
+
+
+class Compiled(Names):
+    """Compiled by the user, in place: what is inside the module, and not the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__(block_net)
+        self.net.compile(backend="eager")
+
+
+def step_compiled(plan: Plan) -> tuple[list[str], RunResult]:
+    module = Compiled()
+    result = run_trainer(lambda: module, make_vectors, strategy=partial(FSDP2Strategy, plan), max_steps=2)
+    return module.seen, result
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(Plan(dp_replicate=2), marks=pytest.mark.slow), Plan(dp_shard=2)], ids=["ddp", "fsdp2"]
+)
+def test_i1_no_prefix_where_the_user_compiled_an_inner_module(plan: Plan) -> None:
+    (expected,) = run_ranks(1, run_trainer, partial(Regression, block_net), make_vectors, max_steps=2)
+    plain = Regression(block_net)
+    for seen, result in run_ranks(2, step_compiled, plan):
+        assert seen == [*plain.state_dict(), *dict(plain.named_parameters())]
+        assert_parity(result, expected)
 
 
 @pytest.mark.slow
