@@ -7,7 +7,7 @@ from lightning_shard.hardware import Cluster
 from lightning_shard.memory.situation import make_situation
 from lightning_shard.planner.advice import Surroundings, what_helps
 from lightning_shard.planner.checklist import checklist
-from lightning_shard.planner.considered import Considered, estimate, inject
+from lightning_shard.planner.considered import GIVEN_BACK, Considered, estimate, inject
 from lightning_shard.planner.decision import Decision, Rejected, usable_bytes
 from lightning_shard.planner.grid import check_pins, simplicity, why_not_resident
 from lightning_shard.planner.search import Search
@@ -39,7 +39,8 @@ def choose(
     layers see the same data, so each step would learn from fewer sequences. Step times are predictions, so plans within
     :data:`TIE` of the fastest count as equally fast (replicas: of every other plan, should its shards' collectives take
     :data:`SHARDS_UNSURE` longer), and the simplest of them is taken: DDP before sharding, one kind of sharding before
-    two, no recomputing before some. When nothing fits, the answer is the plan that needs least, with the shortfall
+    two, no recomputing before some. When nothing fits, the leanest plan still does if its live tensors do and the
+    allocator gives back what it holds besides, which costs time; else the answer is the plan that needs least, with the shortfall
     and what would help.
 
     Args:
@@ -75,7 +76,7 @@ def choose(
         headroom=headroom,
         fits=fits,
         reason=_why(best, found, limit, cluster),
-        rejected=tuple(_reject(one, best, limit) for one in found if one is not best),
+        rejected=tuple(_reject(one, best, limit) for one in found if one.plan is not best.plan),
         shortfall_bytes=short,
         advice=_what_ddp_lacks(best, found, limit)
         if fits
@@ -88,7 +89,7 @@ def _best(found: list[Considered], limit: int) -> Considered:
     """Of what fits, the simplest among the fastest; of what does not, the leanest."""
     fitting = [one for one in found if one.needs_bytes <= limit]
     if not fitting:
-        return min(found, key=lambda one: one.needs_bytes)
+        return min(found, key=lambda one: one.needs_bytes).given_back(limit)
     fitting = [one for one in fitting if one.plan.tp == 1] or fitting
     near = [one for one in fitting if all(_about_as_fast(one, other) for other in fitting)]
     return min(near, key=lambda one: (simplicity(one.plan), round(one.share_s, 9), one.needs_bytes))
@@ -172,6 +173,8 @@ def _why(best: Considered, found: list[Considered], limit: int, cluster: Cluster
     needs, usable = f"{format_bytes(best.needs_bytes)}", f"{format_bytes(limit)} usable"
     if best.needs_bytes > limit:
         return f"the leanest plan needs {needs} of {usable} per device"
+    if GIVEN_BACK in best.estimate.not_modelled:
+        return f"live tensors fit in {usable} per device, and the allocator must give back what it holds besides"
     if cluster.world_size == 1:
         return f"one device, so nothing is sharded or reduced: {needs} of {usable}"
     if best.plan.strategy == "ddp":

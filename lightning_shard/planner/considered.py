@@ -4,11 +4,16 @@ import dataclasses
 from dataclasses import dataclass
 
 from lightning_shard.hardware import Cluster
-from lightning_shard.memory import Estimate, measure
+from lightning_shard.memory import Estimate, Moment, measure
 from lightning_shard.memory.situation import Situation, make_situation
+from lightning_shard.memory.slack import OPEN_SEGMENTS_BYTES
 from lightning_shard.plans import Plan
 from lightning_shard.specs import ModelSpec, TrainSpec
 from lightning_shard.timing import time_step
+
+GIVEN_BACK = (
+    "seconds that the allocator loses when it gives free blocks back and tries again, without which this does not fit"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +30,26 @@ class Considered:
         return max(
             self.estimate.device_bytes, self.estimate.load_device_bytes, self.estimate.resume_peak_bytes + beside
         )
+
+    def given_back(self, limit_bytes: int) -> "Considered":
+        """The plan where its update is the fullest moment, on a device that has no room for all that the allocator
+        would hold then: it gives free blocks back and tries again (c10/cuda/CUDACachingAllocator,
+        ``release_cached_blocks``). Of what forward and backward made nothing lives by then, so those blocks go back whole;
+        earlier in a step they are cut up by what does. The plan as it is where that is not so, not needed, or not enough.
+        """
+        over, slack = self.estimate.device_bytes - limit_bytes, self.estimate.terms.get("allocator_slack", 0)
+        others = dataclasses.replace(self, estimate=dataclasses.replace(self.estimate, device_bytes=0)).needs_bytes
+        at_update = self.estimate.peak_at == Moment.OPTIMIZER.value
+        if not at_update or not 0 < over <= slack - OPEN_SEGMENTS_BYTES or others > limit_bytes:
+            return self
+        smaller = dataclasses.replace(
+            self.estimate,
+            device_bytes=limit_bytes,
+            reserved_bytes=self.estimate.reserved_bytes - over,
+            terms={**self.estimate.terms, "allocator_slack": slack - over},
+            not_modelled=(*self.estimate.not_modelled, GIVEN_BACK),
+        )
+        return Considered(plan=self.plan, estimate=smaller)
 
     @property
     def share_s(self) -> float:

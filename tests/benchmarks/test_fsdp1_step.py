@@ -23,7 +23,9 @@ def peak_bytes(folder: Path, num_blocks: int, train: TrainSpec, recompute: str) 
     return simulated(Fsdp1Job(ranks=2, train=train, dtype=dtype, recompute=recompute, active=False), folder)
 
 
-@pytest.mark.parametrize(("recompute", "inputs_kept"), [("inside", 1), ("outside", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "inputs_kept"), [pytest.param("inside", 1, marks=pytest.mark.slow), ("outside", 2)]
+)
 def test_hooks_of_frozen_units_keep_what_is_recomputed(recompute: str, inputs_kept: int, tmp_path: Path) -> None:
     """Outside its unit a block's recomputed input is a leaf of its own, which a frozen unit's hook keeps with its
     gradient to the end of backward.
