@@ -180,7 +180,9 @@ def _not_modelled(train: TrainSpec, plan: Plan, counted: Counted) -> tuple[str, 
     if guesses:
         notes.append(f"{guesses} values that decide a branch or a size were guessed: masks select everything")
     if plan.compile:
-        notes.append("torch.compile usually needs less memory than this eager step")
+        notes.append(
+            "torch.compile: the step is run eagerly, which needs more memory as a rule (the analytic estimate counts it compiled)"
+        )
     if train.precision == "16-mixed":
         notes.append("the gradient scaler of 16-mixed")
     if plan.offload == "all":
