@@ -24,6 +24,7 @@ from lightning_shard.finetune.limits import require_at_least
 from lightning_shard.finetune.report import FinetuneReport, Outcome, render
 from lightning_shard.finetune.tasks import DEFAULT, PROCESSOR, TASKS, classes
 
+PROG = "lightning-shard finetune"
 DONE, HONEST_NO, BAD_INPUT = 0, 1, 2
 
 ROWS_READ_FIRST = 10_000
@@ -73,6 +74,8 @@ class RecipeCLI(LightningCLI):
             run=False,
             seed_everything_default=42,
             trainer_defaults={"strategy": "auto-shard", "default_root_dir": "runs/finetune"},
+            # Every key in the usage would hide the error that stands below it; --help has them.
+            parser_kwargs={"prog": PROG, "usage": f"{PROG} --config RECIPE.yaml [--KEY VALUE ...]"},
             save_config_callback=None,  # it writes to the working directory where there is no logger
         )
 

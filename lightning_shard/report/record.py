@@ -59,6 +59,11 @@ class RunRecord:
         file = Path(path)
         if file.is_dir():
             file = file / FILE_NAME
+        if not file.is_file():
+            raise ValueError(
+                f"{file} is no file of ShardMonitor: it is not there. Give the folder of a run that had ShardMonitor() among its callbacks (recipes have it), "
+                "or the shard_monitor.json it wrote."
+            )
         try:
             values = json.loads(file.read_text())
             if values["format"] != FORMAT:

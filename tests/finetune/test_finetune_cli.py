@@ -305,6 +305,18 @@ def settled(environment: dict[str, str], **asked: Any) -> tuple[Any, Any]:
     return trainer.num_nodes, trainer.devices
 
 
+def test_an_error_about_a_key_is_not_hidden_below_all_keys(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*recipe, "--data.trian", "x"])
+    assert ended.value.code == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "--data.trian" in said
+    assert len(said.splitlines()) < 8
+    assert "lightning-shard finetune --help" in said
+
+
 def test_a_gpu_run_takes_all_gpus_and_a_cpu_run_the_processes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled({}) == (1, 2)
     assert settled({}, devices=3) == (1, 3)
