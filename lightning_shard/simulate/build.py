@@ -47,6 +47,12 @@ def add_adapter(module: nn.Module, adapter: AdapterSpec) -> nn.Module:
     return wrapped
 
 
+NOTHING_AMISS: dict[str, tuple[Any, ...]] = {
+    "missing_keys": (), "unexpected_keys": (), "mismatched_keys": (), "error_msgs": (),
+}  # fmt: skip
+"""What transformers tells of loading a checkpoint that has all the weights."""
+
+
 @contextmanager
 def no_weights() -> Iterator[None]:
     """Inside, transformers' ``from_pretrained`` builds from the config alone."""
@@ -65,7 +71,7 @@ def no_weights() -> Iterator[None]:
         config = config or cls.config_class.from_pretrained(path)
         model = cls(config)
         model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
-        return (model, {"missing_keys": []}) if output_loading_info else model
+        return (model, dict(NOTHING_AMISS)) if output_loading_info else model
 
     with patched(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
