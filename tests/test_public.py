@@ -74,6 +74,7 @@ def test_a_trainer_finds_the_strategies_by_name(package: str, ours_first: bool) 
     assert [line for line in found.splitlines() if line in NAMES.values()] == list(NAMES.values())
 
 
+@pytest.mark.slow
 def test_classes_of_the_two_packages_do_not_mix() -> None:
     _require("pytorch_lightning")
     said = run(

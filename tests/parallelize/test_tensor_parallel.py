@@ -66,13 +66,14 @@ PAIRS = {
     "fsdp2-x-tp": ["qwen", "tied", "qwen-lora", "tied-lora", "vocabulary-lora", "vocabulary-saved"],
     "replicas-x-tp": ["tied-lora", "qwen"],
 }
-"""The first of each plan, and both that train in full beside shards, by default."""
+BY_DEFAULT = {"tp": 1, "tp-recomputing": 1, "fsdp2-x-tp": 2}
+"""So many of the first."""
 
 
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(name, model, marks=() if at == 0 or (name, model) == ("fsdp2-x-tp", "tied") else pytest.mark.slow)
+        pytest.param(name, model, marks=() if name in BY_DEFAULT and at < BY_DEFAULT[name] else pytest.mark.slow)
         for name, models in PAIRS.items()
         for at, model in enumerate(models)
     ],

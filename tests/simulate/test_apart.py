@@ -30,13 +30,14 @@ def simulate_then_reduce(*, apart: bool) -> tuple[int, float]:
     return count, float(whole.sum())
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_rank_of_a_real_group_can_simulate_a_live_module(apart: bool) -> None:
     (count, total), (_, other) = run_ranks(2, simulate_then_reduce, apart=apart)
     assert count > 0
     assert total == other == 10
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_this_process() -> None:
     model = functools.partial(make_llama, num_hidden_layers=2)
     apart = simulate_in_subprocess(model, TRAIN, Plan(dp_shard=2))

@@ -29,7 +29,7 @@ def twelve(plan: Plan, train: TrainSpec, depth: str) -> Simulation:
     return simulate(lambda: make_llama(num_hidden_layers=12), train, plan, depth=depth)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(*checkered(name=PLANS, training=["full", "lora"]))
+@pytest.mark.parametrize(*checkered(one_in=3, name=PLANS, training=["full", "lora"]))
 def test_extrapolated_is_the_full_run(name: str, training: str) -> None:
     adapter = AdapterSpec(r=4) if training == "lora" else None
     train, plan = TrainSpec(micro_batch_size=4, seq_len=64, adapter=adapter), PLANS[name]

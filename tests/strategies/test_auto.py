@@ -41,13 +41,13 @@ def decide(make: Callable[[], LightningModule] = TinyLlama, **options: Any) -> t
 
 
 def replicated_and_sharded_bytes() -> tuple[int, int]:
-    """What the tiny Llama needs per device under the leanest replicated and the leanest sharded plan."""
+    """What the tiny Llama needs per device under the leanest plan with replicas alone, and the leanest with shards."""
     _, decision, _ = run_ranks(2, decide, device_memory=PLENTY)[0]
     assert decision is not None
     needs = [(decision.plan, decision.estimate.device_bytes)]
     needs += [(rejected.plan, rejected.device_bytes) for rejected in decision.rejected]
     replicated = min(num_bytes for plan, num_bytes in needs if plan.strategy == "ddp")
-    sharded = min(num_bytes for plan, num_bytes in needs if plan.strategy == "fsdp2")
+    sharded = min(num_bytes for plan, num_bytes in needs if plan.dp_shard == 2)
     return replicated, sharded
 
 

@@ -86,7 +86,7 @@ def by_lightning() -> dict[str, list[dict[str, Tensor]]]:
     return {model: run_ranks(2, go_through, "ddp", model, ORDERS[:1])[0] for model in MODELS}
 
 
-@pytest.mark.parametrize(*checkered(strategy=STRATEGIES, model=MODELS))
+@pytest.mark.parametrize(*checkered(one_in=3, strategy=STRATEGIES, model=MODELS))
 def test_every_entry_point_in_every_order(
     strategy: str, model: str, by_lightning: dict[str, list[dict[str, Tensor]]]
 ) -> None:
