@@ -15,6 +15,7 @@ from benchmarks.network import nodes_over
 from benchmarks.options import Options, Row
 from benchmarks.report import table
 from benchmarks.step_time import show_ratio
+from benchmarks.turns import sent_over
 from benchmarks.work import Work
 from lightning_shard import Cluster, ModelSpec, Plan, TrainSpec
 from lightning_shard.hardware import HOST, LinkProfile
@@ -71,6 +72,8 @@ def _case(case: str, work: Work, ranks: int, names: tuple[str, ...], nodes: tupl
     for row in measured:
         plan = Plan.from_dict(row["plan"]) if "plan" in row else None
         predicted = None if plan is None else estimate(spec_of(work), train_spec(work), plan, cluster)
+        if plan is not None and plan.dp_replicate > 1 < plan.dp_shard:  # with adapters nothing but they is all-reduced
+            row["sent_bytes"] = sent_over(row["collectives"], ranks, shards=plan.dp_shard)
         rows.append(
             {
                 "case": case,

@@ -118,10 +118,14 @@ def sent_bytes(collectives: dict[str, list[int]]) -> int:
     return sent_over(collectives, dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def sent_over(collectives: dict[str, list[int]], n: int) -> int:
-    """The same for a given number of ranks."""
-    rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    return int(sum(rounds.get(kind, 0) * size * (n - 1) / n for kind, (_, size) in collectives.items()))
+def sent_over(collectives: dict[str, list[int]], n: int, *, shards: int | None = None) -> int:
+    """The same for a given number of ranks; ``shards``: how many of them gather and scatter, where all-reduces are of all."""
+    rounds = {"all_gather": (1, shards or n), "reduce_scatter": (1, shards or n), "all_reduce": (2, n)}
+    sent = 0.0
+    for kind, (_, size) in collectives.items():
+        times, ranks = rounds.get(kind, (0, 1))
+        sent += times * size * (ranks - 1) / ranks
+    return int(sent)
 
 
 def held_bytes(model: Any, optimizer: Any) -> int:

@@ -33,6 +33,7 @@ def test_different_losses_are_an_error() -> None:
 
 def test_bytes_sent_around_a_ring() -> None:
     assert sent_over({"all_gather": [2, 100], "reduce_scatter": [1, 100], "all_reduce": [1, 100]}, 4) == 300
+    assert sent_over({"all_gather": [2, 100], "reduce_scatter": [1, 100], "all_reduce": [1, 100]}, 4, shards=2) == 250
 
 
 def test_published_formulas_of_deepspeed() -> None:
