@@ -69,12 +69,12 @@ def split_vocabulary(model: ModelSpec, tp: int) -> frozenset[str]:
     Whole stay an embedding whose rows ``tp`` does not divide, with its head, a head that has other rows, and an adapter's
     first matrix (of a table, both).
     """
+    num_rows = 0 if tp == 1 else vocabulary_rows(model)
+    if not num_rows or num_rows % tp:
+        return frozenset()
     embedding, head = (
         next((unit for unit in model.units if unit.kind == kind), None) for kind in ("embedding", "head")
     )
-    num_rows = vocabulary_rows(model)
-    if tp == 1 or not num_rows or num_rows % tp:
-        return frozenset()
     return frozenset(
         full_name(unit, tensor)
         for unit in (embedding, head)
@@ -93,6 +93,8 @@ def vocabulary_rows(model: ModelSpec) -> int:
 def splits_head(model: ModelSpec, tp: int) -> bool:
     """Whether each of ``tp`` ranks computes its part of the logits: the head has rows of its own, or the embedding's."""
     split = split_vocabulary(model, tp)
+    if not split:
+        return False
     tied = any(name in split for pair in model.tied for name in pair)
     return tied or any(full_name(u, t) in split for u, t in model.tensors() if u.kind == "head" and len(t.shape) == 2)
 
