@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lightning_shard.parallelize.streaming import note_source, source_of
-from lightning_shard.parallelize.weights import StoredTensor, open_folder
+from lightning_shard.parallelize.weights import INDEX, WEIGHTS, StoredTensor, open_folder
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
 """Config, tokenizer and chat template of a model on the hub."""
 

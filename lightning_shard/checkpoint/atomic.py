@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write in, which takes the place of ``target`` at the end; on an error nothing of it stays."""
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = partial_path(target)
+    remove(fresh)
+    fresh.mkdir()
+    try:
+        yield fresh
+        let_others_read(fresh)
+        commit(fresh, target)
+    finally:
+        remove(fresh)
 
 
 def let_others_read(folder: Path) -> None:

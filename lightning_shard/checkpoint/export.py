@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_shard.checkpoint.atomic import commit, let_others_read, partial_path, remove
+from lightning_shard.checkpoint.atomic import whole_folder
 from lightning_shard.checkpoint.directory import SavedCheckpoint, open_directory, to_bytes
 from lightning_shard.checkpoint.errors import CheckpointError
 from lightning_shard.checkpoint.manifest import is_checkpoint, locate
@@ -20,10 +20,10 @@ from lightning_shard.checkpoint.model_config import CONFIG
 from lightning_shard.checkpoint.read import CURRENT_ALIASES, CURRENT_STATE, MODEL
 from lightning_shard.checkpoint.single_file import require_whole_file, write_file
 from lightning_shard.checkpoint.write import ADAPTER, adapter_beside
+from lightning_shard.parallelize.weights import INDEX, WEIGHTS
 
 SHARD_BYTES = 5 * 10**9
 ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass
@@ -109,13 +109,11 @@ def export_adapter(path: Path, target: Path, dtype: torch.dtype | None = None) -
     if not source.is_dir():
         raise ValueError(f"{path} holds no adapter: it was trained in full. Use --to full.")
 
-    def write(folder: Path) -> None:
+    with whole_folder(target) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         if dtype is not None:
             weights = folder / "adapter_model.safetensors"
             save_file({name: cast(value, dtype) for name, value in tensors_in([weights])}, weights, {"format": "pt"})
-
-    whole_folder(target, write)
 
 
 def export_full(path: Path, target: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES) -> None:
@@ -146,15 +144,13 @@ def export_full(path: Path, target: Path, dtype: torch.dtype | None = None, shar
         )
     prefix = MODEL + json.loads((config / "place.json").read_text())["prefix"]
 
-    def write(folder: Path) -> None:
+    with whole_folder(target) as folder:
         copy_all(config, folder, but={"place.json"})
         writer = ShardWriter(folder, shard_bytes)
         for name in sorted(name for name in saved.tensors.names if name.startswith(prefix)):
             writer.add(name.removeprefix(prefix), cast(saved.tensors.read_whole(name), dtype))
         writer.finish()
         set_dtype(folder / "config.json", dtype)
-
-    whole_folder(target, write)
 
 
 def _lightning_file(saved: SavedCheckpoint, target: Path, dtype: torch.dtype | None) -> None:
@@ -195,18 +191,3 @@ def set_dtype(config: Path, dtype: torch.dtype | None) -> None:
         content.pop("torch_dtype", None)
         content["dtype"] = str(dtype).removeprefix("torch.")
         config.write_text(json.dumps(content, indent=2))
-
-
-def whole_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a folder that appears whole at ``target``, or not at all."""
-    target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = partial_path(target)
-    remove(fresh)
-    fresh.mkdir()
-    try:
-        write(fresh)
-        let_others_read(fresh)
-        commit(fresh, target)
-    finally:
-        remove(fresh)

@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_shard.checkpoint.atomic import whole_folder
 from lightning_shard.checkpoint.base import fingerprints
 from lightning_shard.checkpoint.directory import SavedCheckpoint
 from lightning_shard.checkpoint.export import (
     ADAPTER_CONFIG,
-    INDEX,
     cast,
     copy_all,
     open_checkpoint,
     set_dtype,
     tensors_in,
-    whole_folder,
 )
 from lightning_shard.checkpoint.write import ADAPTER, KEY
+from lightning_shard.parallelize.weights import INDEX
 from lightning_shard.pretrained import model_folder
 
 ADAPTER_WEIGHTS, NAME = "adapter_model.safetensors", "default"
@@ -45,7 +45,7 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
     source = _base_folder(base or named)
     layers = _Layers(source, folder)
 
-    def write(fresh: Path) -> None:
+    with whole_folder(target) as fresh:
         files = sorted(source.glob("*.safetensors"))
         for file in files:
             merged = {name: _merged(name, value, layers, wanted, dtype, source) for name, value in tensors_in([file])}
@@ -54,8 +54,6 @@ def export_merged(path: Path, target: Path, dtype: torch.dtype | None = None, ba
         copy_all(source, fresh, but={file.name for file in files})
         set_dtype(fresh / "config.json", dtype)
         layers.require_all_merged()
-
-    whole_folder(target, write)
     if dtype is not None and (target / INDEX).is_file():
         _correct_index(target)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.adapter_folder import gathered, name_plainly
-from lightning_shard.finetune.folders import whole_folder
+from lightning_shard.checkpoint.atomic import whole_folder
 from lightning_shard.parallelize.together import on_all_ranks
 
 

@@ -22,6 +22,8 @@ PIECE_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader allows."""
 SAMPLE_BYTES = 4096
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""How transformers names a model's only file, and the index of several."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -114,7 +116,7 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: when there are none, a file is missing or broken, or a type is not known.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = [folder / name for name in sorted(names)]

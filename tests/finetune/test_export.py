@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Trainer
 from tiny import make_model_folder, make_tokenizer
 
+from lightning_shard.checkpoint.atomic import whole_folder
 from lightning_shard.finetune.export import save
-from lightning_shard.finetune.folders import whole_folder
 from lightning_shard.finetune.model import CausalLM, add_adapters, load
 from lightning_shard.specs import AdapterSpec
 from lightning_shard.testing import run_ranks
