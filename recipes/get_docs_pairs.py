@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lightning_shard.finetune.folders import whole_folder
+from lightning_shard.checkpoint.atomic import whole_folder
 
 TARGET = Path("runs/data/python-docs")
 SKIPPED = {"__main__", "antigravity", "idlelib", "test", "tests", "this", "turtle", "turtledemo"}

