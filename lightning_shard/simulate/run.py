@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import lightning_shard.parallelize as engine
 from lightning_shard._compat import fake_tensor_mode
+from lightning_shard._compat.lists import quick_list_layouts
 from lightning_shard.parallelize import Parallelized, parallelize
 from lightning_shard.plans import Plan
 from lightning_shard.simulate.build import to_fake
@@ -54,6 +55,8 @@ def simulate_step(
         stack.enter_context(fake_tensor_mode())
         stack.enter_context(allocate_as_cuda())
         stack.enter_context(quick_chunks())
+        for owner, name, quicker in quick_list_layouts():
+            stack.enter_context(patched(owner, name, quicker))
         stack.enter_context(_one_process_for_all(root))
         to_fake(root)
         layout = parallelize(root, plan, precision=precision, device=torch.device("cpu"), mesh=mesh)

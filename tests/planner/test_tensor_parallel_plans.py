@@ -1,6 +1,7 @@
 """Tensor parallelism in the planner: what one rank holds and sums, against the simulated step, and when it is chosen."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from transformers import (
 
 from lightning_shard.planner import choose, estimate
 from lightning_shard.plans import Plan
-from lightning_shard.simulate import simulate
+from lightning_shard.simulate import Simulation, simulate
 from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
 from lightning_shard.specs.split import why_not_split
 
@@ -59,15 +60,19 @@ def spec_of(build: Callable[[], nn.Module]) -> ModelSpec:
         return ModelSpec.from_module(build(), name="tiny")
 
 
+@functools.cache
+def simulated_step(build: Callable[[], nn.Module], train: TrainSpec, plan: Plan) -> Simulation:
+    """Once for a plan and for the replicas of it."""
+    return simulate(build, train, plan)
+
+
 def agree(build: Callable[[], nn.Module], train: TrainSpec, plan: Plan) -> None:
     """Memory within 5 %, bytes sent exactly, save for labels that a chunked loss leaves out: a sum of n ranks sends
     2 (n-1)/n of its bytes, and so on.
     """
-    simulated, analytic = simulate(build, train, plan), estimate(spec_of(build), train, plan, cluster())
+    simulated, analytic = simulated_step(build, train, plan), estimate(spec_of(build), train, plan, cluster())
     assert analytic.allocated_bytes == pytest.approx(simulated.allocated_bytes, rel=0.05)
-    one_copy = (
-        simulated if plan.dp_replicate == 1 else simulate(build, train, dataclasses.replace(plan, dp_replicate=1))
-    )
+    one_copy = simulated_step(build, train, dataclasses.replace(plan, dp_replicate=1))
     summed = next(row.num_bytes for row in one_copy.collectives if row.kind == "all_reduce")
     vocabulary = 2048 if build is not BUILDS["few-words"] else 256
     joined = 2 * 512 * (vocabulary if train.loss == "full" else 4 * plan.tp)  # bf16 logits, or two FP32 numbers

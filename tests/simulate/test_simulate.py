@@ -1,5 +1,6 @@
 """One call simulates a plan: what it counts on a tiny Llama, worked out by hand."""
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ from helpers.llama import make_llama
 from torch import nn
 
 from lightning_shard.plans import Plan
-from lightning_shard.simulate import Simulation, simulate
+from lightning_shard.simulate import Simulation, run, simulate
 from lightning_shard.specs import AdapterSpec, TrainSpec
 
 VOCABULARY = 256
@@ -299,3 +300,39 @@ def test_logits_take_what_the_loss_makes_of_them(loss: str, forward: int, backwa
         sizes = [next(m for m in run.moments if m.name == moment).allocated_bytes for run in (full, other)]
         # A "shifted" copy leaves out the last position of each row.
         assert sizes[1] - sizes[0] == pytest.approx((expected - usual) * words * tokens, abs=0.2 * words * tokens)
+
+
+def choices_of_layout(monkeypatch: pytest.MonkeyPatch, blocks: int, plan: Plan) -> tuple[Simulation, int]:
+    """What a simulated step of adapters counts, and how often DTensor chose the layout of a tensor for it."""
+    from torch.distributed.tensor._ops import utils
+
+    choose, calls = utils.expand_to_full_mesh_op_strategy, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return choose(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "expand_to_full_mesh_op_strategy", counting)
+        result = simulate(
+            lambda: make_llama(num_hidden_layers=blocks), TrainSpec(seq_len=16, adapter=LORA), plan, depth="full"
+        )
+    return result, len(calls)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(Plan(dp_shard=4), id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(Plan(dp_replicate=2, dp_shard=2), id="hsdp"),
+        pytest.param(Plan(dp_shard=2, tp=2), id="tp", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_that_are_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """The same step to the byte, without the time that grows with the square of the adapters' number."""
+    few, many = (choices_of_layout(monkeypatch, blocks, plan) for blocks in (2, 4))
+    assert many[1] == few[1] > 0
+    monkeypatch.setattr(run, "quick_list_layouts", tuple)
+    slowly, choices = choices_of_layout(monkeypatch, 4, plan)
+    assert choices > many[1]
+    assert slowly == dataclasses.replace(many[0], wall_s=slowly.wall_s)
