@@ -35,6 +35,8 @@ class LinearUse:
     """Its own weight trains, so its input is kept."""
     rank: int = 0
     """Rank of the adapter beside it; 0 for none."""
+    magnitude: bool = False
+    """Whether that is DoRA's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class LinearUses:
 def find_linears(unit: UnitSpec) -> LinearUses:
     """The linear layers among a unit's tensors, in order."""
     ranks = {_adapted_module(t.name): t.shape[0] for t in unit.tensors if t.adapter and "lora_A" in t.name}
-    return LinearUses(tuple(_uses(unit, ranks)))
+    scaled = {_adapted_module(t.name) for t in unit.tensors if ".lora_magnitude_vector." in t.name}
+    return LinearUses(tuple(_uses(unit, ranks, scaled)))
 
 
 def norms_train(unit: UnitSpec) -> bool:
@@ -70,7 +73,7 @@ def is_mlp(tensor_name: str) -> bool:
     return _reads(module.removesuffix(".base_layer")) in ("mlp_in", "mlp_mid")
 
 
-def _uses(unit: UnitSpec, ranks: dict[str, int]) -> Iterable[LinearUse]:
+def _uses(unit: UnitSpec, ranks: dict[str, int], scaled: set[str]) -> Iterable[LinearUse]:
     for tensor in unit.tensors:
         if tensor.adapter or not is_linear(tensor):
             continue
@@ -83,6 +86,7 @@ def _uses(unit: UnitSpec, ranks: dict[str, int]) -> Iterable[LinearUse]:
             num_out=num_out,
             trained=tensor.trainable,
             rank=ranks.get(name, 0),
+            magnitude=name in scaled,
         )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lightning_shard.activations.linears import Input, LinearUses
+from lightning_shard.activations.linears import Input, LinearUse, LinearUses
 from lightning_shard.specs.sizes import allocated_bytes
 
 
@@ -86,3 +86,15 @@ class Tape:
             else:
                 self.keep(source, c * width)
             self.keep(f"{use.name} lora_A output", own * use.rank)
+            if use.magnitude:
+                self._scaled(use, own, c, dropout=setting.adapter_dropout > 0)
+
+    def _scaled(self, use: LinearUse, own: int, c: int, *, dropout: bool) -> None:
+        """What DoRA's magnitude multiplies, the layer's own result and the adapter's, and what it becomes: the norms, its
+        part of them, and that less 1. With dropout the layer's product is made again, in the adapter's type.
+        """
+        self.keep(f"{use.name} base output", (own if dropout else c) * use.num_out)
+        self.keep(f"{use.name} lora_B output", own * use.num_out)
+        self.once.update({f"{use.name} scale {number}": own * use.num_out for number in range(3)})
+        if dropout and own != c:
+            self.once[f"{use.name} cast weight"] = own * use.num_in * use.num_out

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from lightning_shard.parallelize.magnitude import split_magnitudes
 from lightning_shard.parallelize.summed import sum_gradient, sum_over
 from lightning_shard.parallelize.vocabulary import SplitHead, inner_layers, look_up_in_parts, vocabulary_layers
 
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 COLUMNS, ROWS, WHOLE, SUMMED = "colwise", "rowwise", "whole", "replicated_with_grad_allreduce"
 TABLE = "vocabulary"
 """Rows of a look-up table."""
+ENTRIES = "entries"
+"""Those of a vector that belong to split columns."""
+VARIANTS = ("DoraLinearVariant", "DoraEmbeddingVariant")
+"""What peft's adapters may compute beside ``B A x`` where a layer is split."""
 
 
 class TensorParallel:
@@ -71,6 +76,11 @@ class TensorParallel:
                 _compute_locally(layer, style, group, self._callers.get(id(layer), layer))
                 if style == TABLE:
                     look_up_in_parts(layer, group)
+        for layer in unit.modules():
+            if getattr(layer, "lora_magnitude_vector", None) and id(layer) not in self._done:
+                self._done.add(id(layer))
+                style = self._styles.get(id(layer.base_layer), WHOLE)
+                split_magnitudes(layer, self._mesh.get_group(), sum_squares=style in (ROWS, TABLE))
 
     def _split_vocabulary(self, model: Any) -> None:
         embedding, head = vocabulary_layers(model, self._mesh.size())
@@ -93,16 +103,14 @@ class TensorParallel:
         if not hasattr(layer, "lora_A"):
             self._styles[id(layer)] = style
             return
-        if len(layer.lora_magnitude_vector):  # type: ignore[arg-type]
-            raise ValueError(
-                f"{name} carries DoRA, whose norm runs over a whole weight: it cannot be split by tensor parallelism. Use "
-                "method='lora', or tp=1."
-            )
+        _require_known_variant(name, layer)
         self._styles[id(layer.base_layer)] = style
         # Of a table both are empty: peft keeps its adapter in lists beside them, which stay whole.
         first, second = (WHOLE, COLUMNS) if style == COLUMNS else (ROWS, WHOLE)
         self._styles.update({id(matrix): first for matrix in layer.lora_A.children()})  # type: ignore[union-attr,operator]
         self._styles.update({id(matrix): second for matrix in layer.lora_B.children()})  # type: ignore[union-attr,operator]
+        magnitude = ENTRIES if style == COLUMNS else WHOLE
+        self._styles.update({id(vector): magnitude for vector in layer.lora_magnitude_vector.children()})  # type: ignore[union-attr,operator]
 
     def _place(self, layer: nn.Module, style: str) -> None:
         for name, parameter in list(layer._parameters.items()):
@@ -123,7 +131,7 @@ class TensorParallel:
 
 
 def _placement(style: str, name: str) -> Placement:
-    if style in (COLUMNS, TABLE):
+    if style in (COLUMNS, TABLE, ENTRIES):
         return Shard(0)
     return Shard(1) if style == ROWS and name == "weight" else Replicate()
 
@@ -186,6 +194,17 @@ def _require_known(model: nn.Module, plan: dict[str, str]) -> None:
         raise ValueError(
             f"{type(model).__name__} asks for {', '.join(odd)} (fused projections or experts), which tp does not split. Use "
             "tp=1 and dp_shard."
+        )
+
+
+def _require_known_variant(name: str, layer: Any) -> None:
+    odd = {type(variant).__name__ for variant in layer.lora_variant.values()} - {*VARIANTS}
+    if hasattr(layer, "parameter_name"):
+        odd.add("target_parameters")
+    if odd:
+        raise ValueError(
+            f"{name} carries an adapter with {', '.join(sorted(odd))}, which tensor parallelism does not split. Use LoRA, "
+            "rsLoRA or DoRA of whole layers, or tp=1."
         )
 
 

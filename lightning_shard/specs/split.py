@@ -47,8 +47,6 @@ def why_not_split(model: ModelSpec, tp: int) -> str | None:
     for what, count in counts.items():
         if count % tp:
             return f"tp={tp} does not divide the {count} {what} of {model.name}: use a divisor of it"
-    if model.adapter is not None and model.adapter.method == "dora":
-        return "DoRA's norm runs over a whole weight, which tp would split: use method='lora', or tp=1"
     return None
 
 

@@ -1,8 +1,10 @@
-"""What tensor-parallel ranks sum: outputs of split rows forward, inputs' gradients of split columns backward; and the
-logits that they join (:mod:`lightning_shard.parallelize.tensor`, :mod:`lightning_shard.parallelize.vocabulary`).
+"""What tensor-parallel ranks sum: outputs of split rows forward, inputs' gradients of split columns backward, squares of
+split weights under DoRA; and the logits that they join (:mod:`lightning_shard.parallelize.tensor`,
+:mod:`lightning_shard.parallelize.vocabulary`, :mod:`lightning_shard.parallelize.magnitude`).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_shard.activations.block import num_tokens
@@ -43,12 +45,40 @@ def tensor_sums(s: Situation) -> Sums:
     if s.plan.tp == 1:
         return total
     for block in s.blocks:
-        rows, columns = (split_layers(s.model, block.group.unit.tensors, style) for style in (ROWS, COLUMNS))
-        forward = _of(s, [tensor.shape[0] for tensor in rows])
-        backward = _of(s, [tensor.shape[1] for tensor in columns])
+        tensors = block.group.unit.tensors
+        rows, columns = (split_layers(s.model, tensors, style) for style in (ROWS, COLUMNS))
+        again, split = _called_again(s, rows, tensors), {_layer_of(tensor) for tensor in rows if not tensor.adapter}
+        fixed = _of(s, [tensor.shape[0] for tensor in again]) + _squares(
+            [t for t in _magnitudes(tensors) if _beside(t) in split]
+        )
+        forward = _of(s, [tensor.shape[0] for tensor in rows]) + fixed
+        backward = _of(s, [tensor.shape[1] for tensor in columns + _called_again(s, columns, tensors)])
         total += (forward + backward + _shared_weights(s, block)) * block.group.count
-        total += _of(s, [tensor.shape[0] for tensor in _summed_again(rows)]) * block.recomputing
+        total += (_of(s, [tensor.shape[0] for tensor in _summed_again(rows)]) + fixed) * block.recomputing
     return total + _vocabulary(s) + _of(s, [_hidden(s)] * _without_gradient(s)) * -1
+
+
+def _magnitudes(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """DoRA's, one per adapted layer."""
+    return [tensor for tensor in tensors if ".lora_magnitude_vector." in f".{tensor.name}"]
+
+
+def _beside(tensor: TensorSpec) -> str:
+    """The layer that an adapter's tensor is beside."""
+    return tensor.name.partition(".lora_")[0]
+
+
+def _squares(magnitudes: list[TensorSpec]) -> Sums:
+    """Squares of split weights, summed in FP32, one per norm."""
+    return Sums(4 * sum(tensor.numel for tensor in magnitudes), len(magnitudes))
+
+
+def _called_again(s: Situation, layers: list[TensorSpec], tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Weights that DoRA multiplies a second time: its dropout gives them another input than the layer's own."""
+    if s.model.adapter is None or not s.model.adapter.dropout:
+        return []
+    adapted = {_beside(tensor) for tensor in _magnitudes(tensors)}
+    return [tensor for tensor in layers if not tensor.adapter and _layer_of(tensor) in adapted]
 
 
 def tensor_gathers(s: Situation) -> Sums:
@@ -69,7 +99,10 @@ def _vocabulary(s: Situation) -> Sums:
         split = split_vocabulary(s.model, s.plan.tp)
         second = [t for u, t in s.model.tensors() if u.kind == "head" and t.adapter and full_name(u, t) in split]
         widths += [_hidden(s), *(tensor.shape[1] for tensor in second if len(tensor.shape) == 2)]
-    return _of(s, widths)
+        again = s.model.adapter is not None and s.model.adapter.dropout > 0
+        widths += [_hidden(s)] * len(_magnitudes(second)) * again
+    tables = [tensor for unit, tensor in s.model.tensors() if unit.kind == "embedding"] if s.splits_embedding else []
+    return _of(s, widths) + _squares(_magnitudes(tables))
 
 
 def _of(s: Situation, widths: list[int]) -> Sums:
@@ -88,8 +121,11 @@ def _summed_again(rows: list[TensorSpec]) -> list[TensorSpec]:
 
 def _layer(rows: list[TensorSpec]) -> str:
     """The last split layer, which ends the block."""
-    last = [tensor for tensor in rows if not tensor.adapter][-1]
-    return last.name.removesuffix(".weight").removesuffix(".base_layer")
+    return _layer_of([tensor for tensor in rows if not tensor.adapter][-1])
+
+
+def _layer_of(tensor: TensorSpec) -> str:
+    return tensor.name.removesuffix(".weight").removesuffix(".base_layer")
 
 
 def _shared_weights(s: Situation, block: Block) -> Sums:
@@ -105,5 +141,8 @@ def _without_gradient(s: Situation) -> int:
     linears, arch = find_linears(s.blocks[0].group.unit), s.model.architecture
     shared = linears.reading("mlp_in") if arch is not None and arch.shared_norm else ()
     uses = (*linears.reading("attention_in"), *shared)
-    split = {tensor.name for tensor in split_layers(s.model, s.blocks[0].group.unit.tensors, COLUMNS)}
-    return sum(any(name.startswith(f"{use.name}.") for name in split) for use in uses)
+    tensors = s.blocks[0].group.unit.tensors
+    split = [tensor for tensor in split_layers(s.model, tensors, COLUMNS) if not tensor.adapter]
+    split += _called_again(s, split, tensors)
+    names = {use.name for use in uses}
+    return sum(_layer_of(tensor) in names for tensor in split)

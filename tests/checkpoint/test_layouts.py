@@ -77,13 +77,13 @@ class Uneven(TinyLlama):
 
 MODELS = {
     "tied": Uneven,
-    "vocabulary-lora": partial(AdaptedVocabulary, "lora"),
+    "vocabulary-dora": partial(AdaptedVocabulary, "dora"),
     "vocabulary-saved": partial(AdaptedVocabulary, "full"),
 }
 
 
 @pytest.mark.parametrize(
-    ("before", "model"), [("tp", "tied"), ("tp", "vocabulary-lora"), ("fsdp2", "vocabulary-saved")]
+    ("before", "model"), [("tp", "tied"), ("tp", "vocabulary-dora"), ("fsdp2", "vocabulary-saved")]
 )
 def test_tensor_parallel_shards_are_read_by_others_and_read_theirs(before: str, model: str, tmp_path: Path) -> None:
     made = {"tp": partial(FSDP2Strategy, Plan(dp_shard=2, tp=2)), "fsdp2": partial(FSDP2Strategy, Plan(dp_shard=4))}

@@ -19,7 +19,8 @@ EPS = 1e-4
 """Of AdamW. With a tiny one the first steps are lr * sign(gradient): rounding noise in a gradient near zero
 becomes a whole step, while a gradient that is wrong by a factor changes nothing."""
 
-Training = Literal["full", "lora"]
+Training = Literal["full", "lora", "rslora", "dora"]
+"""Every weight, or adapters of a method."""
 
 
 def llama_config(*, tied: bool = False, **changes: Any) -> LlamaConfig:
@@ -42,7 +43,7 @@ def make_llama(*, tied: bool = False, **changes: Any) -> LlamaForCausalLM:
 
 
 class TinyLlama(LightningModule):
-    """Trains a tiny Llama fully or through LoRA."""
+    """Trains a tiny Llama fully or through adapters."""
 
     def __init__(
         self, training: Training = "full", *, tied: bool = False, late: bool = False, lr: float = 1e-3
@@ -60,8 +61,11 @@ class TinyLlama(LightningModule):
             self._build()
 
     def _build(self) -> None:
-        model = make_llama(tied=self.tied)
-        self.model = lora(model, r=4, seed=7) if self.training_kind == "lora" else model
+        self.model = self.adapted(make_llama(tied=self.tied))
+
+    def adapted(self, model: Any) -> Any:
+        """``model`` as this module trains it."""
+        return model if self.training_kind == "full" else lora(model, r=4, seed=7, method=self.training_kind)
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         (tokens,) = batch
@@ -78,9 +82,9 @@ class AdaptedVocabulary(TinyLlama):
 
     def _build(self) -> None:
         ends = ["embed_tokens", "lm_head"]
-        targets = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ends}
-        if self.training_kind == "lora":
-            targets = {"target_modules": ["q_proj", "down_proj", *ends]}
+        targets: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ends}
+        if self.training_kind != "full":
+            targets = {"target_modules": ["q_proj", "down_proj", *ends], "method": self.training_kind}
         self.model = lora(make_llama(), r=4, seed=7, **targets)
         for name, parameter in self.model.named_parameters():
             if "lora_embedding_A" in name or "lora_B" in name:  # from zero little would move

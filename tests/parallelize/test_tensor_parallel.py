@@ -34,8 +34,24 @@ class TinyQwen(TinyLlama):
             num_key_value_heads=2, head_dim=8, attention_bias=True, use_cache=False, tie_word_embeddings=self.tied,
             pad_token_id=40,
         )  # fmt: skip
-        model = Qwen3ForCausalLM(config)
-        self.model = lora(model, r=4, seed=7) if self.training_kind == "lora" else model
+        self.model = self.adapted(Qwen3ForCausalLM(config))
+
+
+class Halved(nn.Module):
+    """A dropout that draws nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+class HalvedQwen(TinyQwen):
+    """Magnitudes beside biases; the adapters of every other layer read another input than the layer itself."""
+
+    def _build(self) -> None:
+        super()._build()
+        layers = [layer for layer in self.model.modules() if getattr(layer, "lora_magnitude_vector", None)]
+        for layer in layers[::2]:
+            layer.lora_dropout["default"] = Halved()
 
 
 def tokens_of_data_rank(tp: int, rank: int, world_size: int) -> Any:
@@ -59,11 +75,13 @@ MODELS: dict[str, tuple[Any, Training]] = {
     "qwen-lora": (TinyQwen, "lora"),
     "vocabulary-lora": (AdaptedVocabulary, "lora"),
     "vocabulary-saved": (AdaptedVocabulary, "full"),
+    "vocabulary-dora": (AdaptedVocabulary, "dora"),
+    "qwen-dora": (HalvedQwen, "dora"),
 }
 PAIRS = {
     "tp": ["vocabulary-lora", "tied", "qwen-lora"],
-    "tp-recomputing": ["vocabulary-saved", "qwen", "tied-lora"],
-    "fsdp2-x-tp": ["qwen", "tied", "qwen-lora", "tied-lora", "vocabulary-lora", "vocabulary-saved"],
+    "tp-recomputing": ["vocabulary-saved", "qwen", "tied-lora", "qwen-dora"],
+    "fsdp2-x-tp": ["qwen", "tied", "qwen-lora", "tied-lora", "vocabulary-lora", "vocabulary-saved", "vocabulary-dora"],
     "replicas-x-tp": ["tied-lora", "qwen"],
 }
 BY_DEFAULT = {"tp": 1, "tp-recomputing": 1, "fsdp2-x-tp": 2}
@@ -92,6 +110,8 @@ def test_splitting_keeps_the_numbers(name: str, model: str) -> None:
         # Besides: A of the two split rows forward, the input of B of the five split columns backward. The first
         # block's input has no gradient, so q, k and v of the frozen base sum none there.
         ("lora", 3 * (2 + 5 + 2 + 5) - 3),
+        # And the squares of the two split rows' weights.
+        ("dora", 3 * (2 + 5 + 2 + 5 + 2) - 3),
     ],
 )
 def test_what_travels(training: Training, sums: int) -> None:
@@ -137,8 +157,8 @@ class FakeMesh:
             r"asks for colwise_gather_output, rowwise_split_input",
         ),
         (
-            lambda: lora(make_llama(num_key_value_heads=4), method="dora", r=4, target_modules=["q_proj"]),
-            r"q_proj carries DoRA",
+            lambda: lora(make_llama(num_key_value_heads=4), r=4, target_modules=["q_proj"], alora_invocation_tokens=[1]),
+            r"q_proj carries an adapter with ALoraLinearVariant, which tensor parallelism does not split",
         ),
         (
             lambda: lora(make_llama(num_key_value_heads=4), r=4, trainable_token_indices=[1, 2]),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,15 +16,15 @@ def saved_storages(model: nn.Module, block: nn.Module, **inputs: Any) -> list[in
     all blocks share, are told by not requiring a gradient and being made outside the block.
     """
     outside = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
+    alive: WeakSet[_Kept] = WeakSet()  # a part of the graph that leads nowhere goes at once
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in outside:
-            kept[storage.data_ptr()] = storage
-        return tensor
+    def pack(tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        if tensor.untyped_storage().data_ptr() not in outside:
+            alive.add(kept)
+        return kept
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor)
     handles = [
         block.register_forward_pre_hook(lambda *args: _enter(hooks, outside, args[1:]), with_kwargs=True),
         block.register_forward_hook(lambda *_: hooks.__exit__(None, None, None)),
@@ -32,8 +33,16 @@ def saved_storages(model: nn.Module, block: nn.Module, **inputs: Any) -> list[in
         output = model(**inputs)
     for handle in handles:
         handle.remove()
+    storages = {kept.tensor.untyped_storage().data_ptr(): kept.tensor.untyped_storage().nbytes() for kept in alive}
     del output
-    return [storage.nbytes() for storage in kept.values()]
+    return list(storages.values())
+
+
+class _Kept:
+    """A tensor as autograd holds it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 def _enter(hooks: Any, outside: set[int], arguments: Any) -> None:

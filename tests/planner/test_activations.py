@@ -115,12 +115,17 @@ def test_full_training(family: str, dtype: torch.dtype, attention: str) -> None:
 
 @pytest.mark.parametrize("adapter_dtype", ["compute", "float32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("family", LORA)
-def test_lora(family: str, dropout: float, adapter_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "method"), [*((family, "lora") for family in LORA), *((family, "dora") for family in ("llama", "qwen2"))]
+)
+def test_adapters(family: str, method: str, dropout: float, adapter_dtype: str) -> None:
     peft = pytest.importorskip("peft")
     attention = "eager" if family in EAGER_ONLY else "sdpa"
     model = build(family, torch.bfloat16, attention)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
+    model = peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, use_dora=method == "dora"),
+    )
     spec = ModelSpec.from_module(model)
     assert spec.adapter is not None
     assert spec.adapter.r == 4

@@ -18,6 +18,19 @@ def seconds(adapter: AdapterSpec) -> float:
     return adapter_s(make_situation(LLAMA_8B, TrainSpec(seq_len=1024, adapter=adapter), Plan(), ONE))
 
 
+def test_dora_takes_a_norm_of_every_weight_however_short_the_batch() -> None:
+    dora, plain = (
+        [
+            adapter_s(make_situation(LLAMA_8B, TrainSpec(seq_len=seq_len, adapter=adapter), plan, ONE))
+            for seq_len, plan in ((1, Plan()), (2, Plan()), (2, Plan(tp=2)))
+        ]
+        for adapter in (AdapterSpec(target_modules=("q_proj",), method=method) for method in ("dora", "lora"))
+    )
+    norm = 32 * 2 * 9 * 4096**2 / ONE.device.memory_bytes_per_s
+    assert 2 * (dora[0] - plain[0]) - (dora[1] - plain[1]) == pytest.approx(norm)
+    assert dora[2] < dora[1] / 5  # half of the weights, in fewer passes
+
+
 def test_adapters_are_as_fast_as_memory() -> None:
     targets = ("q_proj",)
     plain = AdapterSpec(r=16, target_modules=targets)

@@ -29,7 +29,6 @@ from lightning_shard.planner import choose, estimate
 from lightning_shard.plans import Plan
 from lightning_shard.simulate import Simulation, simulate
 from lightning_shard.specs import AdapterSpec, ModelSpec, TrainSpec
-from lightning_shard.specs.split import why_not_split
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -91,10 +90,12 @@ def agree(build: Callable[[], nn.Module], train: TrainSpec, plan: Plan) -> None:
         ("tp", {"adapter": AdapterSpec(r=8, target_modules=("q_proj", "lm_head"))}),
         ("tp4-x-shards", {}),
         pytest.param("tp", {"adapter": LORA, "loss": "chunked"}, marks=pytest.mark.slow),
+        pytest.param("tp", {"adapter": AdapterSpec(r=8, method="dora")}, marks=pytest.mark.slow),
+        pytest.param("tp4-x-shards", {"adapter": AdapterSpec(r=8, method="dora", dropout=0.1)}, marks=pytest.mark.slow),
         pytest.param("tp", {"adapter": AdapterSpec(target_modules=("q_proj",), modules_to_save=("lm_head",))},
                      marks=pytest.mark.slow),
     ],
-    ids=["lora", "full", "chunked", "saved"],
+    ids=["lora", "full", "chunked", "dora", "dora-dropout", "saved"],
 )  # fmt: skip
 def test_llama_agrees_with_the_simulated_step(plan: str, wishes: dict[str, Any]) -> None:
     agree(BUILDS["llama"], TrainSpec(seq_len=256, micro_batch_size=2, **wishes), PLANS[plan])
@@ -175,11 +176,26 @@ def test_what_the_engine_refuses_is_refused_with_the_reason(make: Any, tp: int, 
     assert all(row.plan.tp != tp for row in (free, *free.rejected))
 
 
-def test_dora_is_not_split() -> None:
-    train = TrainSpec(seq_len=512, adapter=AdapterSpec(method="dora"))
-    with pytest.raises(ValueError, match="DoRA's norm runs over a whole weight"):
-        choose(LLAMA_8B, train, cluster(), pin={"tp": 2})
-    assert why_not_split(LLAMA_8B, 2) is None
+@pytest.mark.parametrize(
+    ("wishes", "policy", "added"),
+    [
+        ({}, "none", 32 * 2 * 4 * 4096),  # squares for each output of attention and MLP, FP32
+        ({}, "full", 2 * 32 * 2 * 4 * 4096),
+        # Each layer once more on its adapter's own input: two outputs forward, five inputs' gradients; three of those in
+        # the first block have none.
+        ({"dropout": 0.1}, "none", 32 * 2 * 4 * 4096 + (32 * 7 - 3) * 2 * 4096 * 512),
+    ],
+    ids=["norms", "recomputed", "dropout"],
+)
+def test_dora_sums_the_squares_of_split_rows(wishes: dict[str, Any], policy: Any, added: int) -> None:
+    plan = Plan(tp=2, activation_checkpoint=policy)
+    lora, dora = (
+        estimate(LLAMA_8B, TrainSpec(seq_len=512, adapter=AdapterSpec(method=method, **wishes)), plan, cluster())
+        for method in ("lora", "dora")
+    )
+    assert dora.comm_bytes - lora.comm_bytes == added  # 2 (n-1)/n = 1 of a sum
+    magnitudes = 32 * (4096 + 2 * 1024 + 2 * 14336) // 2 + 32 * 2 * 4096
+    assert dora.terms["trained_weights"] - lora.terms["trained_weights"] == 4 * magnitudes
 
 
 def test_every_valid_layout_is_weighed_and_none_else() -> None:
