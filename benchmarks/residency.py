@@ -18,7 +18,7 @@ from benchmarks.step_time import show_ratio
 from benchmarks.turns import sent_over
 from benchmarks.work import Work
 from lightning_shard import Cluster, ModelSpec, Plan, TrainSpec
-from lightning_shard.hardware import HOST, LinkProfile
+from lightning_shard.hardware import LinkProfile
 from lightning_shard.planner import estimate, simplicity
 
 BASELINE = "lightning-mp"
@@ -119,7 +119,8 @@ def calibrated(work: Work, links: LinkProfile, nodes: int, per_node: int, local_
     plain = dataclasses.replace(detected, num_nodes=1, devices_per_node=1)
     alone = estimate(spec_of(work), train_spec(work), Plan(), plain)
     update_s = alone.step_s - alone.compute_s
-    device = dataclasses.replace(HOST, efficiency=HOST.efficiency * alone.compute_s / max(local_s - update_s, 1e-9))
+    found = detected.device
+    device = dataclasses.replace(found, efficiency=found.efficiency * alone.compute_s / max(local_s - update_s, 1e-9))
     return links.apply(dataclasses.replace(detected, device=device))
 
 

@@ -21,6 +21,8 @@ class Device:
     """Dense peak per dtype, FLOP/s."""
     efficiency: float = 0.4
     """Share of the peak that a training step reaches in its matrix products: a planning value."""
+    host_work_s: float = 0.0
+    """What a gather or reduction of shards costs the processor that computes, beside the transfer: hosts only."""
     intra_link: str = "pcie4"
     """The link between devices of one node, a name of the link table."""
     source: str = ""
@@ -93,7 +95,7 @@ class Cluster:
 
     @classmethod
     def detect(cls, *, devices: int | None = None, nodes: int | None = None) -> "Cluster":
-        """What this machine has. The one method here that imports torch."""
+        """What this machine has. The one method here that imports torch; on a host it times a product."""
         from lightning_shard.hardware.detection import detect
 
         return detect(devices=devices, nodes=nodes)

@@ -1,10 +1,11 @@
-"""What this machine has. The only file here that imports torch, and the one that reads the environment."""
+"""What this machine has: its accelerators, or the host itself. Reads the environment, and imports torch when asked."""
 
 import os
 from pathlib import Path
 
 from lightning_shard.hardware.cluster import Cluster
 from lightning_shard.hardware.gpus import HOST, find_device
+from lightning_shard.hardware.host import measured_host
 from lightning_shard.hardware.links import link_between_nodes, link_inside_node
 
 HOST_PROCESS_BYTES = 512 * 2**20
@@ -13,7 +14,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def detect(*, devices: int | None = None, nodes: int | None = None) -> Cluster:
-    """The cluster this process sees: its accelerators, else host memory shared by its processes.
+    """The cluster this process sees: its accelerators, else host memory shared by its processes,
+    at the speed measured here (:func:`lightning_shard.hardware.host.measured_host`).
 
     Nodes and devices per node come from the launcher's WORLD_SIZE and LOCAL_WORLD_SIZE unless given.
 
@@ -29,7 +31,7 @@ def detect(*, devices: int | None = None, nodes: int | None = None) -> Cluster:
     return Cluster(
         num_nodes=nodes or _nodes(per_node),
         devices_per_node=per_node,
-        device=HOST,
+        device=measured_host(per_node),
         device_memory_bytes=max(1, host_memory_bytes() // per_node - HOST_PROCESS_BYTES),
         intra_link=link,
         inter_link=link_between_nodes(HOST.intra_link),

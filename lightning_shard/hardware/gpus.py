@@ -82,12 +82,17 @@ HOST = Device(
     name="cpu",
     memory_bytes=4 * GIB,
     memory_bytes_per_s=2e10,
-    flops={"float32": 4e10, "bfloat16": 2e10, "float16": 2e10, "float64": 2e10},
-    efficiency=0.75,
+    flops={"float32": 8e10, "bfloat16": 4e10, "float16": 4e10, "float64": 4e10},
+    efficiency=0.5,
+    host_work_s=1.4e-3,
     intra_link="loopback",
-    source="one core of a 2026 server: a 135M-parameter LoRA step of 256 tokens takes 4.5 s in FP32",
+    source="one AVX2 core at 2.5 GHz: two fused multiply-adds of 8 FP32 lanes a cycle (Intel and AMD optimization manuals)",
 )
-"""One process on a host without accelerators. Its memory is a placeholder; detection measures it."""
+"""One process on one core of a host without accelerators. Detection measures memory and peak in its place
+(:mod:`lightning_shard.hardware.host`). ``efficiency``: small Llamas of 7 to 135 M parameters reach 0.4 to 0.6 of the
+product that is timed there. ``host_work_s``: what shards add to a step whose transfers weigh next to nothing, per
+collective (benchmarks/README.md, nano-full-2: 21 ms for 14 of them, less their latency).
+"""
 
 
 def find_device(name: str) -> Device | None:

@@ -70,6 +70,7 @@ class Calibration:
                 device,
                 efficiency=device.efficiency / self.step_ratio,
                 memory_bytes_per_s=device.memory_bytes_per_s / self.step_ratio,
+                host_work_s=device.host_work_s * self.step_ratio,
             )
             cluster = dataclasses.replace(cluster, device=slower)
         if self.residual_bytes is not None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard._compat import LightningModule, Trainer, TrainerFn, evaluation_loaders, isolate_rng, train_loaders
 from lightning_shard.hardware import HOST, Cluster, Device, find_device, link_between_nodes, link_inside_node
+from lightning_shard.hardware.host import measured_host
 from lightning_shard.memory.overheads import CONTEXT_BYTES
 from lightning_shard.specs import OPTIMIZERS, TrainSpec
 
@@ -78,7 +79,7 @@ def free_device_memory(device: torch.device, num_local: int) -> int:
 
 def describe_cluster(device: torch.device, num_nodes: int, num_local: int, memory_bytes: int) -> Cluster:
     """The cluster of this run, for the planner. An accelerator that the table does not know is said to be unknown."""
-    row = HOST if device.type == "cpu" else _accelerator(device)
+    row = measured_host(num_local) if device.type == "cpu" else _accelerator(device)
     return Cluster(
         num_nodes=num_nodes,
         devices_per_node=num_local,
@@ -95,7 +96,7 @@ def _accelerator(device: torch.device) -> Device:
     row = find_device(name)
     if row is None:
         log.warning("%s is not in the hardware table: the plan's memory is right, its step time is not known.", name)
-        row = dataclasses.replace(HOST, name=f"unknown ({name})", match=(), source="none: not in the table")
+        row = dataclasses.replace(HOST, name=f"unknown ({name})", host_work_s=0.0, source="none: not in the table")
     return row
 
 

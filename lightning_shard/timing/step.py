@@ -1,7 +1,8 @@
 """The terms of a step: compute, collectives that hide behind it and those that do not, the update.
 
 Compute is FLOPs over peak and efficiency; an all-reduce is twice a gather or reduction of its bytes; data-parallel
-collectives hide behind compute on accelerators and do not on hosts, tensor-parallel sums never do.
+collectives hide behind compute on accelerators and do not on hosts, where each one of shards also costs work of its own;
+tensor-parallel sums never hide.
 """
 
 import math
@@ -190,7 +191,8 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     reduce_s = reduced.seconds(s.cluster, ring, gloo_reduces=s.cluster.accelerator == "cpu")
     flat_bytes = s.master_bytes * s.total("flat_numel")
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
-    shards_s = gathers * (gather_s + again_s) + reductions * reduce_s
+    messages = gathers * (forward.messages + again.messages) + reductions * reduced.messages
+    shards_s = _with_host_work(s.cluster, ring, gathers * (gather_s + again_s) + reductions * reduce_s, messages)
     comm_s = shards_s + once_s
     share = (ring.size - 1) / ring.size
     sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes)
@@ -204,6 +206,16 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     hidden += max(rounds * backward_s, beside)
     ends_s = gather_s / max(1, forward.messages) + reduce_s / max(1, reduced.messages)
     return hidden + ends_s, comm_s, shards_s, sent
+
+
+def _with_host_work(cluster: Cluster, ring: Ring, transfers_s: float, messages: int) -> float:
+    """Transfers beside what a host's own cores do around each: inside a host those carry the bytes too, so both add up;
+    a network carries them while the host works, so the longer counts.
+    """
+    if ring.size == 1:
+        return transfers_s
+    work_s = messages * cluster.device.host_work_s
+    return transfers_s + work_s if ring.nodes == 1 else max(transfers_s, work_s)
 
 
 def _sum_share(ranks: int) -> float:

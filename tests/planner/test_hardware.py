@@ -1,8 +1,11 @@
 """The hardware tables: every row is found by a driver's name, has a source, and nothing is guessed."""
 
+import math
+from pathlib import Path
+
 import pytest
 
-from lightning_shard.hardware import GPUS, LINKS, Cluster, find_device, find_link, link_between_nodes
+from lightning_shard.hardware import GPUS, HOST, LINKS, Cluster, find_device, find_link, host, link_between_nodes
 from lightning_shard.hardware.detection import HOST_PROCESS_BYTES
 from lightning_shard.specs import parse_bytes
 
@@ -86,3 +89,40 @@ def test_detection_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.capacity_bytes == 16 * 2**30 - HOST_PROCESS_BYTES
     assert Cluster.detect(devices=1, nodes=1).capacity_bytes == 64 * 2**30 - HOST_PROCESS_BYTES
     assert Cluster.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("processes", "threads", "cores_each"), [(1, 1, 1.0), (1, 2, 2.0), (2, 2, 1.0), (4, 1, 0.5), (4, 2, 0.5), (8, 1, 0.25)]
+)
+def test_ranks_share_the_cores(
+    processes: int, threads: int, cores_each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cores: as fast as the threads where there is one for each, slower in proportion where there are more ranks."""
+    monkeypatch.setattr(host, "product_flops", {"float32": 1e11, "bfloat16": 3e11}.__getitem__)
+    monkeypatch.setattr(host, "usable_cores", lambda: 2.0)
+    monkeypatch.setattr(host, "_threads", lambda: threads)
+    found, part = host.measured_host(processes), min(1.0, cores_each)
+    assert (found.flops["float32"], found.flops["bfloat16"]) == (1e11 * cores_each, 3e11 * cores_each)
+    assert found.memory_bytes_per_s == HOST.memory_bytes_per_s * part
+    assert found.host_work_s == HOST.host_work_s / part
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores"),
+    [(("200000 100000",), 2.0), (("150000 100000",), 1.5), (("max 100000",), math.inf), (("-1", "100000"), math.inf),
+     (("300000", "100000"), 3.0), ((), math.inf)],
+)  # fmt: skip
+def test_a_containers_share_of_the_cores(texts: tuple[str, ...], cores: float, tmp_path: Path) -> None:
+    """cpu.max of one hierarchy, quota and period of the other; either may set no limit."""
+    for name, text in zip(("quota", "period"), texts, strict=False):
+        (tmp_path / name).write_text(f"{text}\n")
+    period = str(tmp_path / "period") if len(texts) > 1 else None
+    assert host._quota(str(tmp_path / "quota"), period) == cores
+
+
+def test_a_product_is_timed_once_and_threads_stay() -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    assert 1e8 < host.product_flops("float32") < 1e13
+    assert host.product_flops("float32") == host.product_flops("float32")
+    assert torch.get_num_threads() == before

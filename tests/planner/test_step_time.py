@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hand_specs import LLAMA_8B, cluster
 
+from lightning_shard.hardware import HOST, Cluster, find_link
 from lightning_shard.memory.situation import make_situation
 from lightning_shard.plans import Plan
 from lightning_shard.specs import AdapterSpec, TrainSpec
@@ -63,3 +64,19 @@ def test_ranks_that_split_layers_count_the_head_once(split: bool) -> None:
     head = 6 * 128256 * 4096 * 1024
     again = 4 * sum(compute_flops(four)) - sum(compute_flops(one))
     assert again == pytest.approx(0 if split else 3 * head, rel=0.01, abs=2e-3 * head)  # norms
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_hosts_work_for_shards(nodes: int) -> None:
+    """Inside a host each gather and reduction costs its cores time; over a network it hides behind the transfer."""
+    links = {"intra_link": find_link("loopback"), "inter_link": find_link("eth10")}
+    many = Cluster(num_nodes=nodes, devices_per_node=4 // nodes, device=HOST, accelerator="cpu", **links)
+    idle = dataclasses.replace(many, device=dataclasses.replace(HOST, host_work_s=0.0))
+    train = TrainSpec(seq_len=1024)
+    more = {}
+    for plan in (Plan(dp_shard=4), Plan(dp_shard=4, reshard_after_forward=False), Plan(dp_replicate=4)):
+        seconds = [time_step(make_situation(LLAMA_8B, train, plan, where)).step_s for where in (many, idle)]
+        more[plan] = (seconds[0] - seconds[1]) / HOST.host_work_s
+    blocks, rest = LLAMA_8B.num_blocks, 3  # the embedding, the head with the last norm, and what is left
+    expected = (3 * blocks + 2 * rest, 2 * blocks + 2 * rest, 0) if nodes == 1 else (0, 0, 0)
+    assert tuple(more.values()) == pytest.approx(expected, abs=2.01 if nodes == 1 else 1e-3)
