@@ -10,9 +10,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Work:
-    """Samples and tokens of some batches of one rank."""
+    """Samples, positions and tokens of some batches of one rank."""
 
     samples: int = 0
+    positions: int = 0
+    """Of token ids, padding included: what is computed."""
     tokens: int = 0
     """Of batches without a mask."""
     masked_tokens: Tensor | None = None
@@ -22,6 +24,7 @@ class Work:
         """Count a batch in. Tokens are those the attention mask leaves, or all positions where there is no mask."""
         rows, tokens, mask = measure(batch)
         self.samples += rows
+        self.positions += tokens
         if mask is None:
             self.tokens += tokens
         else:
@@ -30,6 +33,7 @@ class Work:
     def merge(self, other: "Work") -> None:
         """Count in what another has counted."""
         self.samples += other.samples
+        self.positions += other.positions
         self.tokens += other.tokens
         if other.masked_tokens is not None:
             mine = self.masked_tokens
@@ -39,12 +43,12 @@ class Work:
         """(samples, tokens), and start again. Waits for the device where batches had masks."""
         masked = 0 if self.masked_tokens is None else int(self.masked_tokens.item())
         taken = self.samples, self.tokens + masked
-        self.samples, self.tokens, self.masked_tokens = 0, 0, None
+        self.samples, self.positions, self.tokens, self.masked_tokens = 0, 0, 0, None
         return taken
 
 
 def measure(batch: Any) -> tuple[int, int, Tensor | None]:
-    """(rows, tokens, mask) of a batch: 0 tokens for a batch without a matrix of token ids, no mask where none is given."""
+    """(rows, positions, mask) of a batch: 0 positions for a batch without a matrix of token ids, no mask where none is given."""
     tensors = list(_tensors(batch))
     ids = _entry(batch, "input_ids")
     if ids is None:

@@ -62,6 +62,7 @@ class ShardMonitor(Callback):
         self._window = ProfilerWindow(device)
         self._seen: Communication | None = None
         self._work, self._step_work = Work(), Work()
+        self._counted = self._positions = 0
         self._flops_per_token = 0
         self._peak_flops: float | None = None
         self._first_step = self._last_step = step
@@ -165,6 +166,8 @@ class ShardMonitor(Callback):
         self._clock.mark(counts=counts)
         if counts:
             self._work.merge(self._step_work)
+            self._counted += 1
+            self._positions += self._step_work.positions
         self._step_work = Work()
         self._interrupted = False
         if profiled:
@@ -189,6 +192,7 @@ class ShardMonitor(Callback):
                 "loss": self._read_loss(trainer),
                 "samples": samples,
                 "tokens": tokens,
+                "positions": self._positions / self._counted if self._counted else None,
                 "total_s": taken.total_s or None,
                 "wait_s": taken.waits_s,
                 "step_s": percentile(list(taken.times_s), 0.5),
@@ -243,6 +247,7 @@ class ShardMonitor(Callback):
             "step_s": largest(rows, "run_step_p50_s"),
             "step_p90_s": largest(rows, "run_step_p90_s"),
             "step_p99_s": largest(rows, "run_step_p99_s"),
+            "batch_fill": self._fill(trainer, largest(rows, "positions")),
             "allocated_bytes": _whole(row["allocated_bytes"]),
             "reserved_bytes": _whole(row["reserved_bytes"]),
             **{name: before.get(name) if row[name] is None else row[name] for name in kept},
@@ -258,6 +263,12 @@ class ShardMonitor(Callback):
                 "exposed_s": self._seen.exposed_s,
                 "lanes": self._seen.lanes,
             }
+
+    def _fill(self, trainer: Trainer, positions: float | None) -> float | None:
+        """Positions of a step of one rank, of those that were planned for; None where either is not known."""
+        estimate = self.record.estimate
+        planned = estimate["tokens_per_s"] * estimate["step_s"] / num_data_ranks(trainer) if estimate else 0
+        return positions / planned if positions and planned else None
 
     def _mfu(self, tokens_per_s: float | None, world_size: int) -> float | None:
         """Share of the devices' peak that the model's own FLOPs reach; None on a host and without tokens."""

@@ -3,13 +3,24 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_shard.planner import expected_step_s
 from lightning_shard.specs import format_bytes
+
+ABOUT_FULL = 0.05
+"""Batches whose share of the planned positions is this close to one are as planned."""
 
 
 def summarize(measured: Mapping[str, Any], estimate: Mapping[str, Any]) -> str:
-    """Step time, throughput, communication and memory, each with what was predicted where it was."""
+    """Step time, throughput, communication and memory, each with what was predicted where it was.
+
+    Where the run's batches are shorter than the longest, which the plan is for, the step time is what was predicted for
+    those; tokens per second stay the plan's.
+    """
+    estimate = {**estimate, "expected_step_s": expected_step_s(estimate, measured)}
+    fill = measured.get("batch_fill")
+    full = fill is None or abs(fill - 1) < ABOUT_FULL
     rows: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-        ("step", "step_s", "step_s", lambda s: f"{s * 1e3:,.0f} ms"),
+        ("step", "step_s", "expected_step_s", lambda s: f"{s * 1e3:,.0f} ms"),
         ("tokens/s", "tokens_per_s", "tokens_per_s", lambda n: f"{n:,.0f}"),
         ("MFU", "mfu", "mfu", lambda share: f"{share:.0%}"),
         ("waiting for communication", "exposed_comm_share", "comm_share", lambda share: f"{share:.0%}"),
@@ -22,6 +33,8 @@ def summarize(measured: Mapping[str, Any], estimate: Mapping[str, Any]) -> str:
         for name, key, other, show in rows
         if measured.get(key) is not None
     ]
+    if not full and measured.get("step_s"):
+        parts.insert(1, f"batches {fill:.0%} as full as planned for")
     rank = measured.get("straggler_rank")
     if rank is not None:
         parts.append(f"rank {rank} holds the others up")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,14 @@ from lightning_shard.specs import format_bytes
 
 FLOOR = ("frozen_weights", "trained_weights", "optimizer_state")
 """Terms that no step can do without (:func:`lightning_shard.memory.floor_bytes`)."""
+
+
+def expected_step_s(estimate: Mapping[str, Any], measured: Mapping[str, Any]) -> float | None:
+    """The estimated step at the run's own batches: a plan is for the longest, and computing takes time by positions."""
+    step_s, fill = estimate.get("step_s"), measured.get("batch_fill")
+    if not step_s or fill is None:
+        return step_s or None
+    return float(step_s - (1 - fill) * (estimate.get("compute_s") or 0.0))
 
 
 def _number(values: Any, name: str) -> float:
@@ -26,7 +35,7 @@ class Calibration:
     """Measured against estimated, from the file that ``ShardMonitor`` keeps beside a plan."""
 
     step_ratio: float | None = None
-    """Measured step time over the estimated one; None where either is missing."""
+    """Measured step time over the estimated one at the run's own batches; None where either is missing."""
     residual_bytes: int | None = None
     """Measured reserved bytes less the estimated ones; None on a host, which measures none."""
     source: str = ""
@@ -42,7 +51,9 @@ class Calibration:
             record: dict[str, Any] = json.loads(Path(path).read_text())
             measured, estimate = record["measured"], record["estimate"] or {}
             step, reserved = (_number(measured, name) for name in ("step_s", "reserved_bytes"))
-            step_s, reserved_bytes = (_number(estimate, name) for name in ("step_s", "reserved_bytes"))
+            for values, name in ((measured, "batch_fill"), (estimate, "step_s"), (estimate, "compute_s")):
+                _number(values, name)
+            step_s, reserved_bytes = expected_step_s(estimate, measured), _number(estimate, "reserved_bytes")
             floor = sum(_number(estimate.get("terms") or {}, name) for name in FLOOR)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

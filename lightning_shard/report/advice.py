@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lightning_shard.planner import expected_step_s
 from lightning_shard.report.record import RunRecord
 
 MUCH_WAIT, MUCH_EXPOSED, FAR_OFF, UNEVEN = 0.05, 0.2, 0.25, 1.5
@@ -37,7 +38,7 @@ def _straggler(record: RunRecord) -> str | None:
 
 
 def _step(record: RunRecord) -> str | None:
-    measured, predicted = record.measured.get("step_s"), (record.estimate or {}).get("step_s")
+    measured, predicted = record.measured.get("step_s"), expected_step_s(record.estimate or {}, record.measured)
     if not measured or not predicted or abs(measured / predicted - 1) < FAR_OFF:
         return None
     return (

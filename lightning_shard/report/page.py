@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lightning_shard.planner import expected_step_s
 from lightning_shard.report.advice import advice
 from lightning_shard.report.record import RunRecord
 from lightning_shard.specs import format_bytes
@@ -57,9 +58,10 @@ def _what(record: RunRecord) -> str:
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
-    measured, estimate = record.measured, record.estimate or {}
+    measured = record.measured
+    estimate = {**(record.estimate or {}), "expected_step_s": expected_step_s(record.estimate or {}, measured)}
     rows: tuple[tuple[str, str | None, str, Any], ...] = (
-        ("step, median", "step_s", "step_s", _ms),
+        ("step, median (predicted for batches as full as these)", "expected_step_s", "step_s", _ms),
         ("step, 90th percentile", None, "step_p90_s", _ms),
         ("step, 99th percentile", None, "step_p99_s", _ms),
         ("tokens per second, all devices", "tokens_per_s", "tokens_per_s", _count),

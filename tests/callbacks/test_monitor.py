@@ -50,6 +50,7 @@ def test_plan_estimate_and_measurement_are_kept_together(tmp_path: Path, accumul
     assert measured["steps"] == 6
     assert 0 < measured["step_s"] <= measured["step_p99_s"]
     assert measured["tokens_per_s"] > 0
+    assert measured["batch_fill"] == pytest.approx(1.0)
     assert 0 < measured["exposed_comm_share"] <= measured["comm_share"] < 1
     assert measured["allocated_bytes"] is None  # a host keeps no such statistics
     assert measured["mfu"] is None
@@ -143,6 +144,7 @@ def test_padding_is_no_throughput() -> None:
     )
     work.add([torch.zeros(3, 4, dtype=torch.long), torch.zeros(3)])
     work.add(torch.zeros(5, 2))
+    assert work.positions == 8 + 12
     assert work.take() == (10, 5 + 12)
     assert work.take() == (0, 0)
 
@@ -244,6 +246,12 @@ def test_the_summary_says_predicted_against_measured() -> None:
         "rank 3 holds the others up"
     )
     assert summary_of({}, {}) == "no step measured yet"
+
+
+def test_short_batches_are_compared_with_what_they_should_take() -> None:
+    """Half of the planned positions take half of the computing; collectives and update stay."""
+    line = summary_of({"step_s": 0.066, "batch_fill": 0.5}, {"step_s": 0.1, "compute_s": 0.08})
+    assert line == "step 66 ms (+10% against 60 ms predicted), batches 50% as full as planned for"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,31 @@ def test_a_measured_run_corrects_the_next_plan(tmp_path: Path) -> None:
     assert "+1,024 MiB" in calibration.describe()
 
 
+def test_short_batches_do_not_make_the_machine_look_fast(tmp_path: Path) -> None:
+    file = Path(monitor_file(tmp_path, step_ratio=1.0, residual_bytes=0))
+    record = json.loads(file.read_text())
+    estimate = record["estimate"]
+    half_s = estimate["step_s"] - estimate["compute_s"] / 2
+    record["measured"] |= {"step_s": 1.2 * half_s, "batch_fill": 0.5}
+    file.write_text(json.dumps(record))
+    assert Calibration.load(file).step_ratio == pytest.approx(1.2)
+
+
+def test_what_is_named_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan for hardware that is given is the same on every machine; one for this host takes its measured speed."""
+    monkeypatch.setattr("lightning_shard.hardware.host.product_flops", {"float32": 7e10, "bfloat16": 1e10}.__getitem__)
+    arguments = ["plan", "--model", str(CONFIGS / "llama-3.1-8b"), "--precision", "32-true", "--seq-len", "64", "--json"]
+    seconds = []
+    for where in (["--device", "cpu"], ["--device-memory", "64GiB"], []):
+        main([*arguments, *where])
+        seconds.append(json.loads(capsys.readouterr().out)["estimate"]["step_s"])
+    monkeypatch.setattr("lightning_shard.hardware.host.product_flops", {"float32": 1e10, "bfloat16": 1e9}.__getitem__)
+    for where, before in zip((["--device", "cpu"], ["--device-memory", "64GiB"], []), seconds, strict=True):
+        main([*arguments, *where])
+        after = json.loads(capsys.readouterr().out)["estimate"]["step_s"]
+        assert (after == before) if where else (after > 2 * before)
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"measured": {"step_s": null}, "estimate": null}'])
 def test_a_file_without_a_measurement_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "monitor.json").write_text(text)
