@@ -52,7 +52,9 @@ def usable_cores() -> float:
 
 def _quota(file: str, period_file: str | None) -> float:
     """Cores that a control group grants; infinity where it sets no limit."""
-    words = [word for name in (file, period_file) if name and Path(name).is_file() for word in Path(name).read_text().split()]
+    words = [
+        word for name in (file, period_file) if name and Path(name).is_file() for word in Path(name).read_text().split()
+    ]
     numbers = [int(word) for word in words if word.isdigit()]
     return numbers[0] / numbers[1] if len(numbers) == 2 and min(numbers) > 0 else math.inf
 

@@ -92,7 +92,8 @@ def test_detection_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "threads", "cores_each"), [(1, 1, 1.0), (1, 2, 2.0), (2, 2, 1.0), (4, 1, 0.5), (4, 2, 0.5), (8, 1, 0.25)]
+    ("processes", "threads", "cores_each"),
+    [(1, 1, 1.0), (1, 2, 2.0), (2, 2, 1.0), (4, 1, 0.5), (4, 2, 0.5), (8, 1, 0.25)],
 )
 def test_ranks_share_the_cores(
     processes: int, threads: int, cores_each: float, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,16 @@ def test_short_batches_do_not_make_the_machine_look_fast(tmp_path: Path) -> None
 def test_what_is_named_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan for hardware that is given is the same on every machine; one for this host takes its measured speed."""
     monkeypatch.setattr("lightning_shard.hardware.host.product_flops", {"float32": 7e10, "bfloat16": 1e10}.__getitem__)
-    arguments = ["plan", "--model", str(CONFIGS / "llama-3.1-8b"), "--precision", "32-true", "--seq-len", "64", "--json"]
+    arguments = [
+        "plan",
+        "--model",
+        str(CONFIGS / "llama-3.1-8b"),
+        "--precision",
+        "32-true",
+        "--seq-len",
+        "64",
+        "--json",
+    ]
     seconds = []
     for where in (["--device", "cpu"], ["--device-memory", "64GiB"], []):
         main([*arguments, *where])
