@@ -18,12 +18,18 @@ def recipe() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def files(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    folder = tmp_path_factory.mktemp("pairs") / "docs"
+def written(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """The folder of the pairs, and what was imported to make them."""
+    folder, before = tmp_path_factory.mktemp("pairs") / "docs", set(sys.modules)
     recipe.write(folder)
+    return folder, set(sys.modules) - before
+
+
+@pytest.fixture(scope="module")
+def files(written: tuple[Path, set[str]]) -> dict[str, list[dict[str, str]]]:
     return {
         file.stem: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for file in sorted(folder.iterdir())
+        for file in sorted(written[0].iterdir())
     }
 
 
@@ -78,11 +84,11 @@ def short(): "Too short."
     ]
 
 
-def test_nothing_is_imported(recipe: SimpleNamespace) -> None:
+def test_nothing_is_imported(recipe: SimpleNamespace, written: tuple[Path, set[str]]) -> None:
     before = set(sys.modules)
     names = [name for name, _ in recipe.modules()]
-    recipe.collect()
     assert set(sys.modules) == before
+    assert {name for name in written[1] if not name.startswith("_sysconfigdata")} == set()  # where Python is installed
     assert "json.decoder" in names
     assert "json" in names
     assert not {"this", "antigravity", "test", "idlelib.idle", "site-packages"} & set(names)
