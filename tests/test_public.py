@@ -22,7 +22,7 @@ TRAINER = "Trainer(accelerator='cpu', devices=1, logger=False, strategy={name!r}
 
 def run(*lines: str) -> str:
     """What a fresh Python process prints for these lines."""
-    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

@@ -48,7 +48,7 @@ def test_python_blocks_run_in_order(tmp_path: Path) -> None:
 def test_planning_commands_run(command: str, tmp_path: Path) -> None:
     line = re.sub(r"path/to/\S+", str(A_MODEL), command)
     here = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout or (tmp_path / "spec.json").stat().st_size > 0
 

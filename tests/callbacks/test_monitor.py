@@ -170,7 +170,7 @@ def test_a_long_lane_is_drawn_with_few_intervals() -> None:
 class SlowRank(TinyLlama):
     def training_step(self, batch: Any, index: int) -> Any:
         if dist.get_rank() == 1:
-            time.sleep(0.2)
+            time.sleep(0.5)
         return super().training_step(batch, index)
 
 

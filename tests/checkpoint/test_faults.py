@@ -1,6 +1,7 @@
 """Faults at random, counted: tries and losses go to ``benchmarks/results/faults.jsonl``."""
 
 import ctypes
+import fcntl
 import json
 import os
 import random
@@ -35,11 +36,15 @@ SEED = 20261130
 
 def record(fault: str, tries: int, losses: int) -> None:
     """Keep one line per fault."""
-    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    lines = [line for line in lines if line["fault"] != fault] + [{"fault": fault, "tries": tries, "losses": losses}]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    lines.sort(key=lambda line: str(line["fault"]))
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with RESULTS.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # tests of this file run in several processes at once
+        file.seek(0)
+        lines = [line for line in map(json.loads, file) if line["fault"] != fault]
+        lines.append({"fault": fault, "tries": tries, "losses": losses})
+        lines.sort(key=lambda line: str(line["fault"]))
+        file.truncate(0)
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def big(step: int) -> Contents:

@@ -141,13 +141,13 @@ def test_every_rank_hears_the_same_fault() -> None:
 
 
 def test_every_rank_hears_who_is_missing() -> None:
-    heard = gather(world()[:3], timeout_s=1.0)
+    heard = gather(world()[:3], timeout_s=2.0)
     assert len(set(heard.values())) == 1
     assert "rank 3 of 4 (node 1, counted from 0) did not come up" in str(heard[0])
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:
-    heard = gather(world()[1:2], timeout_s=1.0)
+    heard = gather(world()[1:2], timeout_s=2.0)
     assert "Rank 1 on node-0 could not reach rank 0 at 127.0.0.1:" in str(heard[0])
 
 

@@ -46,7 +46,7 @@ def wait_for_step(out: Path, number: int) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of the run that nothing interrupts."""
     out = tmp_path_factory.mktemp("whole")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     subprocess.run([*launch, *script(out)], check=True, timeout=WAIT_S, cwd=ROOT, capture_output=True, env=clean())
     return {line["step"]: line["loss"] for line in steps(out)}
 

@@ -72,8 +72,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of the run that nothing interrupts, on one process."""
     out = tmp_path_factory.mktemp("whole")
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", JOB, "--out", str(out),
-         "--steps", str(STEPS), "--strategy", "ddp"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+         JOB, "--out", str(out), "--steps", str(STEPS), "--strategy", "ddp"],
         check=True, timeout=WAIT_S, cwd=HERE.parents[1], capture_output=True,
     )  # fmt: skip
     return losses(out)

@@ -55,8 +55,8 @@ def settled_waits() -> Iterator[None]:
 
 
 def real_steps(plan: Plan, train: TrainSpec) -> dict[str, Any]:
-    """The least of three steps at each moment: a late thread only ever adds bytes."""
-    steps = [real_step(plan, train) for _ in range(3)]
+    """The least of five steps at each moment: a late thread only ever adds bytes."""
+    steps = [real_step(plan, train) for _ in range(5)]
     assert all(step["collectives"] == steps[0]["collectives"] for step in steps)
     return {
         "moments": {

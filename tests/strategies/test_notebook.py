@@ -33,7 +33,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize("strategy", ["auto-shard", "fsdp2"])
 def test_one_device_works_and_several_are_told_how(strategy: str) -> None:
     code = RUN.format(strategy=strategy)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert "ran " in result.stdout
     assert "2 devices need 2 processes, and a notebook (or an interactive Python) is one" in result.stdout
