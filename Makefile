@@ -1,5 +1,5 @@
 # make quickstart   everything from nothing: environment, model, data, and the main job
-# make test         the tests (ARGS="-k lora" passes arguments on)
+# make test         the tests, in two processes (ARGS="-k lora" passes arguments on, JOBS=0 stays in one process)
 # make lint         style and types
 # make docs         the guides and the API reference, in site/
 #
@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),newest,cpu)
 ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -23,7 +24,7 @@ quickstart: $(STAMP)
 	$(BIN)/lightning-shard finetune --config recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
