@@ -46,6 +46,10 @@ class BlockActivations:
     """
     remade_bytes: int
     """Where the block recomputes, beside what it keeps at the end of that."""
+    own_input_bytes: int = 0
+    """Of what is kept, its input itself: one tensor with the input that a recomputing block keeps."""
+    untaken_bytes: int = 0
+    """Of what it keeps where it recomputes selectively, the last product's result: recomputing ends before it."""
     exact: bool
     """Derived from the architecture; False means estimated from shapes."""
 
@@ -75,6 +79,8 @@ def block_activations(
         sizes=(*(int(size * tokens) for size in tape.kept.values()), *tape.once.values()),
         overwritten_bytes=int(tape.kept.get("mlp_mid", 0) * tokens) if compiled and arch.gated_mlp else 0,
         remade_bytes=_remade(arch, setting, tape) * tokens,
+        own_input_bytes=int(_own_input(arch, tape) * tokens),
+        untaken_bytes=_untaken(arch, setting) * tokens,
         exact=True,
     )
 
@@ -162,17 +168,38 @@ def _setting(model: ModelSpec, unit: UnitSpec, train: TrainSpec, c: int) -> Sett
 
 def _selective(arch: Architecture, setting: Setting) -> int:
     """Bytes per token of what the selective policy keeps: the fused attention's output with its statistic, and of
-    the matrix products, in their order, the first, third and so on (an adapted layer has three). Compiled, not those
-    that only the block's own result is made of: no gradient needs them.
+    the matrix products, in their order, the first, third and so on. Compiled, not those that only the block's own
+    result is made of: no gradient needs them.
     """
+    products = _product_widths(arch, setting)
+    if setting.eager:  # scores and their sum are products of their own
+        return setting.compute_bytes * sum(products[::2])
+    return setting.compute_bytes * (sum(products[::2]) + arch.heads * arch.head_dim) + 4 * arch.heads
+
+
+def _product_widths(arch: Architecture, setting: Setting) -> list[int]:
+    """Width of each product's result, in the order they are computed; an adapted layer has three."""
     products: list[int] = []
     for use in setting.linears.uses:
         last = use.reads == "mlp_mid" or (use.reads == "attention_out" and arch.parallel_block)
         num_out = 0 if setting.compiled and last and arch.norm_placement == "pre" else use.num_out
         products += [num_out, *([use.rank, num_out] if use.rank else [])]
-    if setting.eager:  # scores and their sum are products of their own
-        return setting.compute_bytes * sum(products[::2])
-    return setting.compute_bytes * (sum(products[::2]) + arch.heads * arch.head_dim) + 4 * arch.heads
+    return products
+
+
+def _untaken(arch: Architecture, setting: Setting) -> int:
+    """Bytes per token of the last product's result where the selective policy keeps it and nothing after it is needed
+    for a gradient: torch stops recomputing once all that backward reads is there.
+    """
+    products = _product_widths(arch, setting)
+    ends = arch.norm_placement == "pre" and not setting.training_dropout and not arch.experts and not setting.eager
+    return setting.compute_bytes * products[-1] if ends and len(products) % 2 else 0
+
+
+def _own_input(arch: Architecture, tape: Tape) -> float:
+    """Bytes per token of the block's input where its first operation keeps that very tensor, not a cast of it."""
+    name = "first residual" if arch.norm_placement in ("pre", "both") else "attention_in"
+    return tape.kept.get(name, 0)
 
 
 def _first_norm(tape: Tape) -> float:
@@ -219,8 +246,10 @@ def _remade(arch: Architecture, setting: Setting, tape: Tape) -> int:
     held = (2 * setting.stream_bytes + c) * arch.hidden
     held += 0 if "mlp_in" in tape.kept else setting.stream_bytes * arch.hidden
     held += 0 if "mlp_mid" in tape.kept else c * width
-    own = setting.adapter_bytes or c
-    return held + (own * width if own != c and setting.adapter_dropout else 0)
+    own, masks = setting.adapter_bytes or c, bool(setting.adapter_dropout)
+    if setting.autocast:  # peft casts to the adapter's FP32 and drops there, before autocast casts back
+        return held + 4 * width * (1 + masks)
+    return held + (own * width if own != c and masks else 0)
 
 
 def _wide_adapter(arch: Architecture, setting: Setting, tokens: int) -> tuple[BackwardPoint, ...]:

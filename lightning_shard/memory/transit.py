@@ -170,20 +170,26 @@ def activations(s: Situation, moment: Moment) -> int:
         if s.top.recomputing < s.top.group.count:
             return total
         # Recomputing takes what the selective policy kept, so that of this block it is not there twice.
-        taken = s.top.recomputing_bytes - s.top.activations.input_bytes
-        return total + s.top.activations.kept_bytes - taken
+        return total - s.top.recomputing_bytes + _remade(s, s.top)
     if moment is Moment.TOP_REDUCE and s.top:
         return total - _last(s.top)
     if moment is Moment.BLOCK_END and s.bottom:
         return _run(1, int(s.bottom.recomputing > 0), s.bottom)
     if moment is Moment.BOTTOM and s.bottom:
-        kept = s.bottom.activations.kept_bytes + (s.bottom.activations.input_bytes if s.bottom.recomputing else 0)
+        kept = _remade(s, s.bottom) if s.bottom.recomputing else s.bottom.activations.kept_bytes
         return kept + (_run(1, int(s.bottom.recomputing > 0), s.bottom) if s.before_last else 0)
     return 0
 
 
 def _run(count: int, recomputing: int, block: Block) -> int:
     return (count - recomputing) * block.activations.kept_bytes + recomputing * block.recomputing_bytes
+
+
+def _remade(s: Situation, block: Block) -> int:
+    """What a block holds that has recomputed: its input once, and under the selective policy what was left over."""
+    own = block.activations
+    left_over = own.untaken_bytes if s.plan.activation_checkpoint == "selective" else 0
+    return own.input_bytes + own.kept_bytes - own.own_input_bytes + left_over
 
 
 def _last(block: Block) -> int:

@@ -32,6 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "tie_word_embeddings": False},
     "llama-tied": {**_LLAMA, "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "few-words": {**_LLAMA, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 256},
+    "phi": {**_LLAMA, "architectures": ["PhiForCausalLM"], "model_type": "phi", "num_key_value_heads": 8},
     "gpt_neox": {**_LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"},
 }
 FULL, LORA = TrainSpec(seq_len=256), TrainSpec(seq_len=256, adapter=AdapterSpec(r=8))
@@ -92,6 +94,27 @@ def test_families(family: str, kind: str, plan: str, tmp_path: Path) -> None:
 def test_recomputing(kind: str, plan: str, policy: str, tmp_path: Path) -> None:
     fields = {**PLANS[plan].to_dict(), "activation_checkpoint": policy}
     _agree(_folder("llama", tmp_path), _wishes(kind, "bf16-true"), Plan.from_dict(fields), 0.02)
+
+
+@pytest.mark.parametrize(
+    ("plan", "policy", "precision", "dropout"),
+    [
+        ("ddp", "selective", "bf16-mixed", 0.0),  # adapters cast their input to FP32 and back
+        ("ddp", "full", "bf16-mixed", 0.1),  # and drop in FP32
+        ("fsdp2", "full", "32-true", 0.0),  # the first norm keeps the block's input itself
+        ("fsdp2", "selective", "bf16-true", 0.0),  # the last product is kept and never taken
+    ],
+)
+def test_recomputing_adapters(plan: str, policy: str, precision: str, dropout: float, tmp_path: Path) -> None:
+    """Of a model whose fullest moment is the last block's backward."""
+    train = TrainSpec(seq_len=256, micro_batch_size=2, precision=precision, adapter=AdapterSpec(r=8, dropout=dropout))
+    fields = {**PLANS[plan].to_dict(), "activation_checkpoint": policy}
+    _agree(_folder("few-words", tmp_path), train, Plan.from_dict(fields), 0.003)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_phi_whole_and_split(tp: int, tmp_path: Path) -> None:
+    _agree(_folder("phi", tmp_path), _wishes("lora", "bf16-true"), Plan(tp=tp), 0.001)
 
 
 @pytest.mark.slow
