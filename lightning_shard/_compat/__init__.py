@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "DDP_SYNCS_BUFFERS",
     "NAMESPACE",
+    "AllGather",
     "Callback",
     "DDPStrategy",
     "DispatchMode",
@@ -77,9 +78,11 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 there."""
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 else:
-    # What FSDPModule.set_custom_reduce_scatter takes; torch exports the method and not the class. Can go when it does.
+    # What FSDPModule's set_custom_all_gather and set_custom_reduce_scatter take; torch exports the methods and not the
+    # classes. Can go when it does.
+    AllGather = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api").AllGather
     ReduceScatter = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api").ReduceScatter
 
 DDP_SYNCS_BUFFERS = (

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_shard._compat import all_gather_single
 from lightning_shard._compat.groups import new_group
 from lightning_shard.hardware.profile import LinkProfile, Timing, fit_link
+from lightning_shard.parallelize import pairs
 
 SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20)
 """Small enough to show latency, large enough to show bandwidth."""
@@ -80,7 +81,7 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
         if kind == "send":
             _send_to_next(whole, group)
         elif kind == "all_gather":
-            all_gather_single(whole, share, group=group)
+            _gather(whole, share, group)
         else:
             dist.all_reduce(whole, group=group)
         if device.type == "cuda":
@@ -94,6 +95,14 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
     repeats = min(most, max(fewest, int(BUDGET_S / max(once(), 1e-9))))  # as many on all ranks
     seconds = statistics.median(once() for _ in range(repeats))
     return {"scope": scope, "kind": kind, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
+
+
+def _gather(whole: torch.Tensor, share: torch.Tensor, group: Any) -> None:
+    """As shards are gathered in a run."""
+    if pairs.is_pair(group, whole.device.type):
+        pairs.gather(whole, share, group).wait()
+    else:
+        all_gather_single(whole, share, group=group)
 
 
 def _send_to_next(whole: torch.Tensor, group: Any) -> None:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from typing_extensions import override
 
+from lightning_shard.parallelize.pairs import PAIR_TAG
+
 KINDS = {
     "all_gather": ("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
                    "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"),
@@ -98,8 +100,13 @@ class _Recorder(CommDebugMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: Sequence[Any]) -> None:
         kind = _KIND_OF.get(func.overloadpacket.__name__)
-        if kind is not None:
-            self._counted.calls.append((kind, max((_size_bytes(arg) for arg in args), default=0)))
+        if kind is None:
+            return
+        num_bytes = max((_size_bytes(arg) for arg in args), default=0)
+        if kind not in ("send", "recv") or args[-1] != PAIR_TAG:
+            self._counted.calls.append((kind, num_bytes))
+        elif kind == "recv":  # one of the two halves of an all-gather
+            self._counted.calls.append(("all_gather", 2 * num_bytes))
 
 
 def _size_bytes(value: Any) -> int:
