@@ -1,6 +1,6 @@
-"""All-gathers of two ranks on the host, as one exchange in both directions at once."""
+"""All-gathers and reduce-scatters of two ranks on the host, as one exchange in both directions at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_shard._compat import AllGather, all_gather_single
 
-PAIR_TAG = 0x9A12
-"""Marks the messages of :func:`gather`, so that whoever counts collectives counts one all-gather."""
+GATHER_TAG, REDUCE_TAG = 0x9A12, 0x9A13
+"""Mark the messages of :func:`gather` and :func:`reduce_scatter`, so that whoever counts collectives counts those."""
 
 
 def is_pair(group: dist.ProcessGroup, device_type: str) -> bool:
@@ -37,26 +37,60 @@ def gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Wor
     carries both directions at once. A message starts when its receiver has said that it is ready, over the connection
     that carries the data, so each rank says so before it sends: said after, it would wait behind the data.
     """
-    rank = dist.get_rank(group)
-    mine, others = (output.chunk(2)[each] for each in (rank, 1 - rank))
+    mine, others = _halves(output, group)
     if mine.data_ptr() != source.data_ptr():
         mine.copy_(source)
-    arrives = dist.irecv(others, group=group, group_src=1 - rank, tag=PAIR_TAG)
-    leaves = dist.isend(mine, group=group, group_dst=1 - rank, tag=PAIR_TAG)
-    return _Both([work for work in (arrives, leaves) if work is not None])
+    return _Both(_exchange(mine, others, group, GATHER_TAG))
+
+
+def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> dist.Work:
+    """Sum or average two ranks' ``source`` into ``output``, the rank's half of it; wait for what is returned.
+
+    gloo's own runs an all-reduce: twice the bytes.
+
+    Raises:
+        ValueError: for another operation.
+    """
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"A pair reduces by SUM or AVG, not by {op}.")
+    mine, others = _halves(source, group)
+    parts = _exchange(others, output, group, REDUCE_TAG)
+    return _Both(parts, lambda: _add(output, mine, halved=op == dist.ReduceOp.AVG))
+
+
+def _add(output: Tensor, mine: Tensor, *, halved: bool) -> None:
+    output.add_(mine)
+    if halved:
+        output.div_(2)
+
+
+def _halves(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """This rank's, and the other's."""
+    first, second = whole.chunk(2)
+    return (second, first) if dist.get_rank(group) else (first, second)
+
+
+def _exchange(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    other = 1 - dist.get_rank(group)
+    arrives = dist.irecv(received, group=group, group_src=other, tag=tag)
+    leaves = dist.isend(sent, group=group, group_dst=other, tag=tag)
+    return [work for work in (arrives, leaves) if work is not None]
 
 
 class _Both(dist.Work):
-    """Done when all of its parts are."""
+    """Done when all of its parts are, and what is to be done then."""
 
-    def __init__(self, parts: Sequence[dist.Work]) -> None:
+    def __init__(self, parts: Sequence[dist.Work], then: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._parts = parts
+        self._parts, self._then = list(parts), then
 
     @override
     def wait(self, *arguments: Any, **options: Any) -> bool:
-        for part in self._parts:
-            part.wait(*arguments, **options)
+        while self._parts:  # gloo's wait for the next message when they are asked again
+            self._parts.pop(0).wait(*arguments, **options)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
         return True
 
 

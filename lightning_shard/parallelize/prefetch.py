@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import ReduceScatter, at_end_of_backward, fsdp_gather_async, reduce_scatter_single
 from lightning_shard._compat.sharded import has_gradient_hooks
+from lightning_shard.parallelize.pairs import is_pair, reduce_scatter
 from lightning_shard.parallelize.units import Units
 
 
@@ -54,12 +55,16 @@ def has_streams(mesh: DeviceMesh) -> bool:
 
 
 class HostReductions:
-    """Reduce-scatters that run beside backward on the host, one at a time, all in before backward returns.
+    """Reduce-scatters on the host: beside backward, one at a time, all in before backward returns; two ranks exchange.
 
     FSDP's own block there: it leaves the overlap to streams.
+
+    Args:
+        beside: False finishes each at once, where FSDP goes on with its result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: bool = True) -> None:
+        self._beside = beside
         self._work: Any = None
         self._kept: tuple[Tensor, ...] = ()
 
@@ -72,9 +77,12 @@ class HostReductions:
     def start(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any, *, finish: bool) -> None:
         """Reduce ``source`` into ``output``, the rank's share of it; ``finish`` waits for the result."""
         self.wait()
-        self._work = reduce_scatter_single(output, source, op=op, group=group, async_op=True)
+        if is_pair(group, source.device.type) and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and source.numel():
+            self._work = reduce_scatter(output, source, group, op)
+        else:
+            self._work = reduce_scatter_single(output, source, op=op, group=group, async_op=True)
         self._kept = (output, source)
-        if finish:
+        if finish or not self._beside:
             self.wait()
         else:
             at_end_of_backward(self.wait)

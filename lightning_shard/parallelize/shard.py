@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
 from lightning_shard.parallelize import prefetch
 from lightning_shard.parallelize.cast import cast_tensors
-from lightning_shard.parallelize.pairs import gather_in_pairs
+from lightning_shard.parallelize.pairs import gather_in_pairs, is_pair
 from lightning_shard.parallelize.storage import is_packed, to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
 from lightning_shard.plans import Plan
@@ -86,8 +86,9 @@ def shard(
     fsdp_reduce_unused(units.root)
     streams = prefetch.has_streams(mesh)
     prefetch.gather_ahead(units, plan.prefetch, streams=streams)
-    if not streams and plan.prefetch and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1:
-        prefetch.HostReductions().install(units.root)
+    beside = bool(plan.prefetch) and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1
+    if not streams and (beside or is_pair(mesh["dp_shard"].get_group(), mesh.device_type)):
+        prefetch.HostReductions(beside=beside).install(units.root)
     gather_in_pairs(units.root, mesh)
     load()
     return whole, _open_root(units.root, policy.param_dtype, forward_methods)

@@ -81,7 +81,7 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
         if kind == "send":
             _send_to_next(whole, group)
         elif kind == "all_gather":
-            _gather(whole, share, group)
+            _gather(whole, share, group, alone=scope == "intra" or dist.get_world_size() == ranks)
         else:
             dist.all_reduce(whole, group=group)
         if device.type == "cuda":
@@ -97,9 +97,9 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
     return {"scope": scope, "kind": kind, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
 
 
-def _gather(whole: torch.Tensor, share: torch.Tensor, group: Any) -> None:
-    """As shards are gathered in a run."""
-    if pairs.is_pair(group, whole.device.type):
+def _gather(whole: torch.Tensor, share: torch.Tensor, group: Any, *, alone: bool) -> None:
+    """As shards are gathered in a run; ``alone``: shards may lie on this group and no other rank."""
+    if alone and pairs.is_pair(group, whole.device.type):
         pairs.gather(whole, share, group).wait()
     else:
         all_gather_single(whole, share, group=group)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from typing_extensions import override
 
-from lightning_shard.parallelize.pairs import PAIR_TAG
+from lightning_shard.parallelize.pairs import GATHER_TAG, REDUCE_TAG
 
 KINDS = {
     "all_gather": ("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
@@ -32,6 +32,8 @@ KINDS = {
 """Kind to the names of torch's operators that carry it out."""
 
 _KIND_OF = {operator: kind for kind, operators in KINDS.items() for operator in operators}
+_PAIRS = {GATHER_TAG: "all_gather", REDUCE_TAG: "reduce_scatter"}
+"""Collectives of two ranks that are exchanges: one half is sent, the other received."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
@@ -103,10 +105,11 @@ class _Recorder(CommDebugMode):  # type: ignore[no-untyped-call]
         if kind is None:
             return
         num_bytes = max((_size_bytes(arg) for arg in args), default=0)
-        if kind not in ("send", "recv") or args[-1] != PAIR_TAG:
-            self._counted.calls.append((kind, num_bytes))
-        elif kind == "recv":  # one of the two halves of an all-gather
-            self._counted.calls.append(("all_gather", 2 * num_bytes))
+        if kind in ("send", "recv") and args[-1] in _PAIRS:
+            if kind == "send":
+                return
+            kind, num_bytes = _PAIRS[args[-1]], 2 * num_bytes
+        self._counted.calls.append((kind, num_bytes))
 
 
 def _size_bytes(value: Any) -> int:

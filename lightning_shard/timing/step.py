@@ -188,7 +188,7 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     again = Traffic.of(s, ("block",), lambda group: 0 if keeps or group.resident else group.gathered_bytes)
     reduced = Traffic.of(s, KINDS, lambda g: s.reduce_bytes * g.whole_numel)
     gather_s, again_s = forward.seconds(s.cluster, ring), again.seconds(s.cluster, ring)
-    reduce_s = reduced.seconds(s.cluster, ring, gloo_reduces=s.cluster.accelerator == "cpu")
+    reduce_s = reduced.seconds(s.cluster, ring, gloo_reduces=s.cluster.accelerator == "cpu" and ring.size > 2)
     flat_bytes = s.master_bytes * s.total("flat_numel")
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
     messages = gathers * (forward.messages + again.messages) + reductions * reduced.messages
@@ -236,7 +236,7 @@ class Traffic:
         return cls(sum(g.count * size(g) for g in groups), sum(g.count for g in groups))
 
     def seconds(self, cluster: Cluster, ring: Ring, *, gloo_reduces: bool = False) -> float:
-        """How long they take; gloo scatters sums by an all-reduce, of which each rank keeps its part."""
+        """How long they take; among more than two, gloo scatters sums by an all-reduce, of which each rank keeps a part."""
         one_s = all_reduce_s if gloo_reduces else collective_s
         return one_s(cluster, ring, self.num_bytes, messages=self.messages) if self.num_bytes else 0.0
 

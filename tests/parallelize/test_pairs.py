@@ -32,6 +32,32 @@ def test_an_exchange_is_an_all_gather(dtype: torch.dtype) -> None:
         assert counted.calls == [("all_gather", expected.nbytes)] * 2
 
 
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@ranks(2)
+def test_an_exchange_is_a_reduce_scatter(op: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for numel in (1, 1000, 300_000):
+        source = torch.arange(2.0 * numel) + 3 * dist.get_rank()
+        expected = source.clone()
+        dist.all_reduce(expected, op=getattr(dist.ReduceOp, op))
+        output = torch.empty(numel)
+        with count_collectives() as counted:
+            work = pairs.reduce_scatter(output, source, group, getattr(dist.ReduceOp, op))
+            work.wait()
+            work.wait()
+        assert torch.equal(output, expected.chunk(2)[dist.get_rank()])
+        assert counted.calls == [("reduce_scatter", source.nbytes)]
+
+
+@ranks(2)
+def test_a_pair_takes_no_maximum() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ValueError, match=r"SUM or AVG, not by .*MAX"):
+        pairs.reduce_scatter(torch.empty(1), torch.ones(2), group, dist.ReduceOp.MAX)
+
+
 @ranks(2)
 def test_a_rank_that_stays_away_is_noticed_after_the_time_out() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
