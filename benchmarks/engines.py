@@ -51,21 +51,26 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def raw(work: Work, layout: str, turn: Turn) -> None:
-    """A loop by hand: ``none``, ``ddp`` or ``fsdp2`` as a user would write them."""
+    """A loop by hand: ``none``, ``ddp`` or ``fsdp2`` as a user would write them; ``units`` groups parameters as ours do."""
     device = device_of(work)
     model: Any = build(work).to(device)
     root = model
     if layout == "ddp":
         model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    elif layout == "fsdp2":
-        shard_by_hand(model, work, init_device_mesh(device.type, (world_size(),)))
+    elif layout in ("fsdp2", "units"):
+        mesh = init_device_mesh(device.type, (world_size(),))
+        (shard_by_hand if layout == "fsdp2" else shard_by_unit)(model, work, mesh)
     optimizer = make_optimizer(root.parameters(), work)
     turn.parts = lambda: (root, optimizer)
-    cast = torch.autocast(device.type, torch.bfloat16) if work.precision == "bf16-mixed" and layout != "fsdp2" else None
+    cast = (
+        torch.autocast(device.type, torch.bfloat16)
+        if work.precision == "bf16-mixed" and layout in ("none", "ddp")
+        else None
+    )
     for index, tokens in enumerate(turn):
         last = index % work.accumulate == work.accumulate - 1
         waits = model.no_sync() if layout == "ddp" and not last else contextlib.nullcontext()
-        if layout == "fsdp2":
+        if layout in ("fsdp2", "units"):
             model.set_requires_gradient_sync(last)
         with waits:
             with cast or contextlib.nullcontext():
@@ -83,6 +88,16 @@ def shard_by_hand(model: Any, work: Work, mesh: Any) -> None:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def shard_by_unit(model: Any, work: Work, mesh: Any) -> None:
+    """As :func:`shard_by_hand`, with embedding and head in groups of their own, where ours puts them."""
+    policy = MixedPrecisionPolicy(param_dtype=TYPES[work.precision])
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    fully_shard(base.model.embed_tokens, mesh=mesh, mp_policy=policy)
+    base.model.embed_tokens.set_unshard_in_backward(False)
+    fully_shard(base.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard_by_hand(model, work, mesh)
 
 
 # --- Lightning's Trainer -------------------------------------------------------------------------------------
@@ -257,6 +272,7 @@ def _engine(work: Work, name: str) -> Engine:
         "raw": lambda: functools.partial(raw, work, "none"),
         "raw-ddp": lambda: functools.partial(raw, work, "ddp"),
         "raw-fsdp2": lambda: functools.partial(raw, work, "fsdp2"),
+        "raw-units": lambda: functools.partial(raw, work, "units"),
         "lightning": lambda: functools.partial(fit, work, lambda: "auto"),
         "lightning-ddp": lambda: functools.partial(fit, work, DDPStrategy),
         "lightning-mp": lambda: functools.partial(

@@ -81,7 +81,8 @@ def names_of(size: str, training: str, ranks: int) -> list[str]:
         return list(FEW)
     resident = RESIDENT if training == "lora" and size in ("s", "m") else ("ours-r0",) if training == "lora" else ()
     sharded = [name for name in SHARDED if not (training == "lora" and name == "ours-fsdp2+fused")]
-    return [*REPLICATED, *sharded, *resident]
+    units = ("raw-units",) if size == "nano" else ()
+    return [*REPLICATED, *sharded, *units, *resident]
 
 
 # --- the README's tables -----------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def _order(case: str) -> tuple[int, str, str]:
 
 def _fixed_cost(rows: list[Row]) -> str:
     pairs = (("ours", "raw"), ("lightning", "raw"), ("ours-ddp", "raw-ddp"), ("lightning-ddp", "raw-ddp"),
-             ("hf-trainer", "raw-ddp"), ("ours-fsdp2", "raw-fsdp2"), ("lightning-mp", "raw-fsdp2"))  # fmt: skip
+             ("hf-trainer", "raw-ddp"), ("ours-fsdp2", "raw-units"), ("lightning-mp", "raw-fsdp2"))  # fmt: skip
     body = []
     for case in sorted({row["case"] for row in rows if row["size"] == "nano"}, key=_order):
         of_case: dict[str, Any] = {row["engine"]: row for row in rows if row["case"] == case}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 4 * 2**20
 """Bytes that wait on the host on their way to another type or device."""
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader allows."""
