@@ -175,7 +175,7 @@ def parallelize(
     casts, hooks = cast_by_unit(units, uncovered, input_dtype, recomputing_blocks(units, plan))
     checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
     if plan.compile:
-        compile_blocks(units)
+        compile_blocks(units, plan)
     ahead = gathered_ahead(units, plan, mesh)
     return Parallelized(
         module, plan, precision, units, casts[module], replicated, storage, sent_bytes, hooks + opened, ahead, by_user

@@ -1,4 +1,7 @@
-"""Compilation leaves names, numbers and the number of graphs as they should be (cases I1, I3 and I4)."""
+"""Compilation leaves names and the number of graphs as they should be (cases I1 and I4).
+
+The plan's own compilation of blocks, its names and numbers: ``tests/strategies/test_parity_table.py``.
+"""
 
 from functools import partial
 from typing import Any
@@ -15,28 +18,12 @@ from lightning_shard.testing import RunResult, assert_parity, run_ranks, run_tra
 LAYOUTS = {
     "ddp": Plan(dp_replicate=2, compile=True),
     "fsdp2": Plan(dp_shard=2, compile=True),
-    "fsdp2-recomputing": Plan(dp_shard=2, compile=True, activation_checkpoint="full"),
-    "fsdp2-selective": Plan(dp_shard=2, compile=True, activation_checkpoint="selective"),
-    "half-resident": Plan(dp_shard=2, compile=True, adapters="replicated", resident_blocks=1),
 }
 
 
 class Names(Regression):
     def on_train_end(self) -> None:
         self.seen = [*self.state_dict(), *dict(self.named_parameters())]
-
-
-def names(plan: Plan) -> list[str]:
-    module = Names()
-    before = [*module.state_dict(), *dict(module.named_parameters())]
-    run_trainer(lambda: module, make_vectors, strategy=partial(FSDP2Strategy, plan), max_steps=1)
-    return [name for name in module.seen if name not in before]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_i1_no_prefix_in_any_combination(layout: str) -> None:
-    assert run_ranks(2, names, LAYOUTS[layout], timeout_s=300) == [[], []]
 
 
 class Compiled(Names):
@@ -62,16 +49,6 @@ def test_i1_no_prefix_where_the_user_compiled_an_inner_module(plan: Plan) -> Non
     for seen, result in run_ranks(2, step_compiled, plan):
         assert seen == [*plain.state_dict(), *dict(plain.named_parameters())]
         assert_parity(result, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2-selective", "half-resident"])  # test_compiling.py has the others
-def test_i3_lora_recomputation_and_compilation_together(layout: str) -> None:
-    make = partial(TinyLlama, "lora")
-    (expected,) = run_ranks(1, run_trainer, make, make_tokens, max_steps=3)
-    strategy = partial(FSDP2Strategy, LAYOUTS[layout])
-    for result in run_ranks(2, run_trainer, make, make_tokens, strategy=strategy, max_steps=3, timeout_s=500):
-        assert_parity(result, expected, rtol=1e-4)
 
 
 class Lengths(TinyLlama):
@@ -104,7 +81,7 @@ def compiled(plan: Plan) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_i4_lengths_are_compiled_for_at_most_twice(layout: str) -> None:
     for graphs in run_ranks(2, compiled, LAYOUTS[layout], timeout_s=500):
         assert graphs[0] >= 1

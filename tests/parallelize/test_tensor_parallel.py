@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.llama import VOCABULARY, AdaptedVocabulary, TinyLlama, Training, make_llama, make_tokens
+from helpers.llama import EPS, VOCABULARY, AdaptedVocabulary, TinyLlama, Training, make_llama, make_tokens
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lightning_shard import FSDP2Strategy, Plan, lora
+from lightning_shard.adapters import lora_plus
 from lightning_shard.parallelize.tensor import TensorParallel
 from lightning_shard.testing import RunResult, assert_parity, run_ranks, run_trainer
 
@@ -54,6 +55,13 @@ class HalvedQwen(TinyQwen):
             layer.lora_dropout["default"] = Halved()
 
 
+class Plus(TinyLlama):
+    """rsLoRA whose second matrices learn faster (LoRA+)."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(lora_plus(self, self.lr, ratio=4.0), eps=EPS)
+
+
 def tokens_of_data_rank(tp: int, rank: int, world_size: int) -> Any:
     return make_tokens(rank // tp, world_size // tp)
 
@@ -76,13 +84,14 @@ MODELS: dict[str, tuple[Any, Training]] = {
     "vocabulary-lora": (AdaptedVocabulary, "lora"),
     "vocabulary-saved": (AdaptedVocabulary, "full"),
     "vocabulary-dora": (AdaptedVocabulary, "dora"),
+    "rslora-plus": (Plus, "rslora"),
     "qwen-dora": (HalvedQwen, "dora"),
 }
 PAIRS = {
     "tp": ["vocabulary-lora", "tied", "qwen-lora"],
     "tp-recomputing": ["vocabulary-saved", "qwen", "tied-lora", "qwen-dora"],
     "fsdp2-x-tp": ["qwen", "tied", "qwen-lora", "tied-lora", "vocabulary-lora", "vocabulary-saved", "vocabulary-dora"],
-    "replicas-x-tp": ["tied-lora", "qwen"],
+    "replicas-x-tp": ["rslora-plus", "qwen"],
 }
 BY_DEFAULT = {"tp": 1, "tp-recomputing": 1, "fsdp2-x-tp": 2}
 """So many of the first."""
