@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.llama import NUM_BLOCKS, TinyLlama, Training, make_tokens
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import FSDP2Strategy
 from lightning_shard.testing import RunResult, assert_parity, ranks, run_ranks, run_trainer
@@ -42,22 +41,26 @@ def test_what_fsdp_divides_itself_is_in_before_it_does() -> None:
 
 
 class GatheredAhead(Callback):
-    """The most blocks that were gathered, or being gathered, beside the one at work."""
+    """The most blocks that were gathered, or being gathered, for after the one at work, forward and backward."""
 
     most = 0
+    most_backward = 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.blocks = list(module.get_submodule("model.model.layers"))
         for index, block in enumerate(self.blocks):
             block.register_forward_hook(partial(self.count, index))
 
-    def count(self, index: int, *_: Any) -> None:
-        ahead = 0
-        for block in self.blocks[index + 1 :]:
-            assert isinstance(block, FSDPModule)
-            (group,) = block._get_fsdp_state()._fsdp_param_groups
-            ahead += group._all_gather_result is not None or group.is_unsharded
-        self.most = max(self.most, ahead)
+    def count(self, index: int, _: Any, __: Any, output: Any) -> None:
+        self.most = max(self.most, self.gathered(self.blocks[index + 1 :]))
+        output.register_hook(partial(self.count_backward, index))
+
+    def count_backward(self, index: int, _: Any) -> None:
+        self.most_backward = max(self.most_backward, self.gathered(self.blocks[:index]))
+
+    def gathered(self, blocks: list[Any]) -> int:
+        groups = [block._get_fsdp_state()._fsdp_param_groups[0] for block in blocks]
+        return sum(group._all_gather_result is not None or group.is_unsharded for group in groups)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -66,7 +69,7 @@ def test_as_many_blocks_are_ahead_as_the_plan_says(prefetch: int) -> None:
     seen = GatheredAhead()
     strategy = partial(FSDP2Strategy, prefetch=prefetch)
     run_trainer(TinyLlama, make_tokens, strategy=strategy, callbacks=[seen], max_steps=1)
-    assert seen.most == prefetch
+    assert (seen.most, seen.most_backward) == (prefetch, prefetch)
 
 
 @ranks(2)
