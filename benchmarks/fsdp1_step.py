@@ -5,6 +5,7 @@ FSDP1 differs from FSDP2 in what it holds: a flat parameter per unit, the root w
 frozen units their recomputed inputs and those inputs' gradients to the end of backward (their hooks keep them).
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from lightning_shard import Plan, TrainSpec
 from lightning_shard._compat import fake_tensor_mode
 from lightning_shard.blocks import find_blocks
 from lightning_shard.cli.plan import parsed
+from lightning_shard.simulate.allocator import CachingAllocator
 from lightning_shard.simulate.build import to_fake
 from lightning_shard.simulate.cuda_like import allocate_as_cuda
 from lightning_shard.simulate.optimizers import warm_up
@@ -74,8 +76,19 @@ def job_of(row: Published) -> Fsdp1Job | None:
     )
 
 
+def reserved(job: Fsdp1Job, model: Path) -> int:
+    """What the caching allocator holds for one step, in which memory that two streams use waits for both."""
+    events = _tracked(dataclasses.replace(job, active=True), model).events
+    return CachingAllocator().replay(events).peak_reserved_bytes
+
+
 def simulated(job: Fsdp1Job, model: Path) -> int:
     """Bytes at the peak of one step on the first rank."""
+    return max(peak.allocated_bytes for peak in _tracked(job, model).peaks.values())
+
+
+def _tracked(job: Fsdp1Job, model: Path) -> Tracker:
+    """One step on the first rank."""
     runnable = make_runnable(model, job.train, dtype=job.dtype)
     root, tracker = runnable.root, Tracker()
     _store_what_trains(root, job.train)
@@ -95,7 +108,7 @@ def simulated(job: Fsdp1Job, model: Path) -> int:
             tracker.adopt(buffer, "buffers")
         with tracker:
             _step(root, wrapped, runnable, tracker, active=job.active)
-    return max(peak.allocated_bytes for peak in tracker.peaks.values())
+    return tracker
 
 
 def _store_what_trains(root: nn.Module, train: TrainSpec) -> None:
@@ -178,13 +191,16 @@ def _active(tracker: Tracker) -> Iterator[None]:
     the last free but one before it gathers again.
     """
     freed: list[Any] = []
+    taken_on: dict[int, Any] = {}
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()
         result = resize(storage, size)
-        if before and not size:
-            with tracker.during(PENDING):
+        if size:
+            taken_on[id(storage)] = torch.cpu.current_stream()
+        elif before:
+            with tracker.during(PENDING), torch.cpu.stream(taken_on.get(id(storage), torch.cpu.current_stream())):
                 freed.append(torch.empty(before, dtype=torch.uint8))
         return result
 

@@ -76,7 +76,9 @@ def _judge(each: Published, models: Models, *, simulate: bool) -> Row:
             "simulated_s": time.perf_counter() - start,
         }
         row |= _with_the_code_that_ran(each, row, models)
-    folder = models.folder(each.model)
+    folder, job = models.folder(each.model), fsdp1_step.job_of(each)
+    if simulate and job is not None and folder is not None and each.metric == "reserved_bytes":
+        row |= {"matching_gb": fsdp1_step.reserved(job, folder) / GB, "matching": "torch's FSDP1"}
     if folder is not None:
         devices = answer["decision"]["plan"]
         peers = peer_estimate(folder, "bfloat16", devices["dp_replicate"] * devices["dp_shard"])

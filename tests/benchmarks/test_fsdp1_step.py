@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fsdp1_step import Fsdp1Job, simulated
+from benchmarks.fsdp1_step import Fsdp1Job, reserved, simulated
 from benchmarks.memory_accuracy import errors
 from benchmarks.results import read
 from lightning_shard.specs import AdapterSpec, TrainSpec
@@ -42,6 +42,16 @@ def test_an_update_needs_flat_shards(tmp_path: Path) -> None:
     block_bytes = 4 * (7 * 64 * 64 + 2 * 64)
     more = peak_bytes(tmp_path, 16, train, "") - peak_bytes(tmp_path, 12, train, "")
     assert more == pytest.approx(4 * 5 * block_bytes / 2, rel=0.03)
+
+
+def test_memory_freed_for_two_streams_waits_in_the_pool_it_came_from(tmp_path: Path) -> None:
+    """What the allocator holds is more than its whole segments of what is live: gathered weights have a pool of their own."""
+    config = {**TINY, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = Fsdp1Job(ranks=2, train=TrainSpec(seq_len=64), dtype="bfloat16", recompute="inside", active=True)
+    live, held = simulated(job, tmp_path), reserved(job, tmp_path)
+    unit_bytes = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    assert live + unit_bytes < held < 1.6 * live
 
 
 def test_the_recorded_table_reaches_what_it_is_meant_to() -> None:
