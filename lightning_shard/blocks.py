@@ -20,9 +20,13 @@ def find_blocks(module: Any) -> list[Named]:
     2. Else the children of the largest list or sequence of equal modules, and of every other such list
        that is not inside it and holds at least a tenth as many parameters (an encoder beside a decoder).
 
+    A block that can be reached by two names (``self.backbone = self.net.encoder``) is there once, by the first.
     Returns an empty list when neither finds any; callers say so and name the biggest group.
     """
-    return _outermost_no_split(module) or _repeated_children(module)
+    found: dict[int, Named] = {}
+    for name, block in _outermost_no_split(module) or _repeated_children(module):
+        found.setdefault(id(block), (name, block))
+    return list(found.values())
 
 
 def find_embedding(module: Any) -> Named | None:

@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from helpers.regression import Regression, block_net, make_vectors
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 
 from lightning_shard import FSDP2Strategy, TunedDDPStrategy
+from lightning_shard.blocks import find_blocks
+from lightning_shard.parallelize.shard import unshardable
+from lightning_shard.parallelize.units import find_units
 from lightning_shard.testing import RankError, assert_parity, run_ranks, run_trainer
 from lightning_shard.testing.parity import QUIET, trained_parameters
 
@@ -126,6 +129,10 @@ class Finetunes(BaseFinetuning):
 
 
 class HeadFirst(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net[0]  # a second name for the blocks, as Lightning's BackboneFinetuning wants it
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
@@ -187,17 +194,30 @@ def test_what_trains_is_what_trains_on_one_process(case: str) -> None:
         assert_parity(result, expected)
 
 
-def finetuned(strategy: Any) -> Any:
+def finetuned(strategy: Any, callback: Any) -> Any:
     return run_trainer(
-        HeadFirst, make_vectors, strategy=strategy, callbacks=[Finetunes()], max_epochs=3, limit_train_batches=3
+        HeadFirst, make_vectors, strategy=strategy, callbacks=[callback()], max_epochs=3, limit_train_batches=3
     )
 
 
-@pytest.mark.parametrize("strategy", ["tuned-ddp", "fsdp2", partial(FSDP2Strategy, adapters="replicated")])
-def test_a_finetuning_callback_unfreezes_what_then_trains(strategy: Any) -> None:
-    (expected,) = run_ranks(1, finetuned, "auto")
-    for result in run_ranks(2, finetuned, strategy):
+LIGHTNINGS = partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "callback"),
+    [("tuned-ddp", Finetunes), ("fsdp2", LIGHTNINGS), (partial(FSDP2Strategy, adapters="replicated"), Finetunes)],
+)
+def test_a_finetuning_callback_unfreezes_what_then_trains(strategy: Any, callback: Any) -> None:
+    (expected,) = run_ranks(1, finetuned, "auto", callback)
+    for result in run_ranks(2, finetuned, strategy, callback):
         assert_parity(result, expected)
+
+
+def test_a_block_with_two_names_is_one_block() -> None:
+    module = HeadFirst()
+    module.first = module.net[0][0]
+    assert [name for name, _ in find_blocks(module)] == ["net.0.0", "net.0.1", "net.0.2"]
+    assert not unshardable(find_units(module))
 
 
 def test_unfreezing_a_resident_block_is_refused_by_name() -> None:
