@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ BLOCK_BYTES = 512
 
 @dataclass
 class Shapes:
-    """(rows, elements) of every frozen parameter, and the bytes of the adapters."""
+    """Of every frozen parameter, and the bytes of the adapters."""
 
-    blocks: list[tuple[int, int]]
-    rest: list[tuple[int, int]]
+    blocks: list[tuple[int, ...]]
+    rest: list[tuple[int, ...]]
     adapter_bytes: int
 
     @property
-    def all(self) -> list[tuple[int, int]]:
+    def all(self) -> list[tuple[int, ...]]:
         return [*self.blocks, *self.rest]
 
 
@@ -64,7 +65,7 @@ def prepare(size: str, folder: str) -> Shapes:
         if parameter.requires_grad:
             shapes.adapter_bytes += 4 * parameter.numel()
         else:
-            (shapes.blocks if ".layers." in name else shapes.rest).append((parameter.shape[0], parameter.numel()))
+            (shapes.blocks if ".layers." in name else shapes.rest).append(tuple(parameter.shape))
     return shapes
 
 
@@ -120,7 +121,7 @@ def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
     All layouts: no more collectives on 1,024 ranks than on 2, and (N-1)/N of what they move is sent. DDP reduces the
     gradients once. Full sharding gathers blocks and the rest once or twice each, scatters gradients once, and holds
     1/N of weights and state. With adapters their gradients alone are reduced; with the base resident no block is
-    gathered. Shards are of whole rows, so on more ranks than a matrix has rows its gathers grow again.
+    gathered. Shards are of whole rows or columns, so on more ranks than a matrix has of either its gathers grow again.
     """
     several = [row for row in rows if row["ranks"] > 1]
     first = several[0]
@@ -129,11 +130,11 @@ def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
         blocks, rest = (_gathered(group, n) for group in (shapes.blocks, shapes.rest))
         _counts_as_at_first(row, first)
         if layout == "ddp-full":
-            _near(row, "all-reduced", moved["all_reduce"], 4 * sum(numel for _, numel in shapes.all))
+            _near(row, "all-reduced", moved["all_reduce"], 4 * sum(map(prod, shapes.all)))
             _near(row, "state", row["state_bytes"], first["state_bytes"])
             continue
         if layout == "fsdp2-full":
-            whole, scattered = 4 * sum(numel for _, numel in shapes.all), moved["reduce_scatter"]
+            whole, scattered = 4 * sum(map(prod, shapes.all)), moved["reduce_scatter"]
             right = whole * (1 - TOLERANCE) <= scattered <= (blocks + rest) * (1 + TOLERANCE)
             _require(right, row, f"scattered {scattered:,} bytes; theory says {whole:,} to {blocks + rest:,}")
             _near(row, "state", row["state_bytes"], 3 * _held(shapes.all, n))
@@ -158,14 +159,21 @@ def _counts_as_at_first(row: Row, first: Row) -> None:
         _require(counts == at_first, row, f"calls {counts}, on two ranks {at_first}")
 
 
-def _gathered(group: list[tuple[int, int]], n: int) -> int:
-    """Bytes of the whole side of a gather: every rank sends as many rows as the fullest one has."""
-    return sum(4 * (numel // rows) * n * -(-rows // n) for rows, numel in group)
+def _gathered(group: list[tuple[int, ...]], n: int) -> int:
+    """Bytes of the whole side of a gather: every rank sends as much as the fullest one has."""
+    return sum(n * _fullest(shape, n) for shape in group)
 
 
-def _held(group: list[tuple[int, int]], n: int) -> int:
+def _held(group: list[tuple[int, ...]], n: int) -> int:
     """Bytes of the fullest rank's shards, each rounded up as the allocator does."""
-    return sum(-(-4 * (numel // rows) * -(-rows // n) // BLOCK_BYTES) * BLOCK_BYTES for rows, numel in group)
+    return sum(-(-_fullest(shape, n) // BLOCK_BYTES) * BLOCK_BYTES for shape in group)
+
+
+def _fullest(shape: tuple[int, ...], n: int) -> int:
+    """Bytes of the largest shard: of rows, or of columns where those divide evenly and rows do not."""
+    if len(shape) > 1 and shape[0] % n and shape[1] % n == 0:
+        return 4 * prod(shape) // n
+    return 4 * prod(shape[1:]) * -(-shape[0] // n)
 
 
 def _near(row: Row, what: str, found: float, theory: float) -> None:

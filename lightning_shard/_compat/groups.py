@@ -6,6 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+GATHER_TAG, REDUCE_TAG = 0x9A12, 0x9A13
+"""Mark messages between two ranks that stand for an all-gather or a reduce-scatter, so that whoever counts collectives
+counts those. Not private names: the one room that the engine and ``testing`` share with torch's groups.
+"""
+
 
 def default_store(prefix: str) -> Any:
     """The key-value store where the ranks of the default group met, with keys below ``prefix``.

@@ -11,9 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_shard._compat import AllGather, all_gather_single
-
-GATHER_TAG, REDUCE_TAG = 0x9A12, 0x9A13
-"""Mark the messages of :func:`gather` and :func:`reduce_scatter`, so that whoever counts collectives counts those."""
+from lightning_shard._compat.groups import GATHER_TAG, REDUCE_TAG
 
 
 def is_pair(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from typing_extensions import override
 
-from lightning_shard.parallelize.pairs import GATHER_TAG, REDUCE_TAG
+from lightning_shard._compat.groups import GATHER_TAG, REDUCE_TAG
 
 KINDS = {
     "all_gather": ("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
