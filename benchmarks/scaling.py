@@ -120,7 +120,7 @@ def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
 
     All layouts: no more collectives on 1,024 ranks than on 2, and (N-1)/N of what they move is sent. DDP reduces the
     gradients once. Full sharding gathers blocks and the rest once or twice each, scatters gradients once, and holds
-    1/N of weights and state. With adapters their gradients alone are reduced; with the base resident no block is
+    1/N of weights and state. With adapters their gradients alone are reduced; with the base resident nothing is
     gathered. Shards are of whole rows or columns, so on more ranks than a matrix has of either its gathers grow again.
     """
     several = [row for row in rows if row["ranks"] > 1]
@@ -140,7 +140,10 @@ def require_growth(layout: str, rows: list[Row], shapes: Shapes) -> None:
             _near(row, "state", row["state_bytes"], 3 * _held(shapes.all, n))
         else:
             _near(row, "all-reduced", moved["all_reduce"], shapes.adapter_bytes)
-        least = rest if layout == "resident-lora" else blocks + rest
+        if layout == "resident-lora":
+            _require("all_gather" not in moved, row, f"gathers {moved}")
+            continue
+        least = blocks + rest
         gathered = moved["all_gather"]
         _require(least * 0.999 <= gathered <= 2.001 * least, row, f"gathers {gathered:,} of {least:,} bytes")
         grown = gathered / first["collectives"]["all_gather"][1]
