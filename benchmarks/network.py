@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks.launch import Node
 
-RATES = {"10gbit": 512, "1gbit": 64, "100mbit": 16}
+RATES = {"10gbit": 512, "1gbit": 128, "100mbit": 16}
 """KiB that may pass at once, before the limit bites: about a millisecond's worth, so that small messages pay too."""
 LATENCY = "50ms"
 """What may wait in the limiter's queue: TCP then backs off as it does on a real link."""

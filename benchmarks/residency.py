@@ -20,6 +20,7 @@ from benchmarks.work import Work
 from lightning_shard import Cluster, ModelSpec, Plan, TrainSpec
 from lightning_shard.hardware import LinkProfile
 from lightning_shard.planner import estimate, simplicity
+from lightning_shard.planner.calibration import Calibration
 
 BASELINE = "lightning-mp"
 DIAL = ("ours-r0", "ours-r2", "ours-r4", "ours-r6", "ours-r8")
@@ -118,10 +119,7 @@ def calibrated(work: Work, links: LinkProfile, nodes: int, per_node: int, local_
     detected = Cluster.detect(devices=per_node, nodes=nodes)
     plain = dataclasses.replace(detected, num_nodes=1, devices_per_node=1)
     alone = estimate(spec_of(work), train_spec(work), Plan(), plain)
-    update_s = alone.step_s - alone.compute_s
-    found = detected.device
-    device = dataclasses.replace(found, efficiency=found.efficiency * alone.compute_s / max(local_s - update_s, 1e-9))
-    return links.apply(dataclasses.replace(detected, device=device))
+    return links.apply(Calibration(step_ratio=local_s / alone.step_s).apply(detected))
 
 
 def verdict(rows: list[Row]) -> tuple[str, str, float]:

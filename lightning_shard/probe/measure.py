@@ -43,7 +43,7 @@ def measure_links(local_size: int, device: torch.device, sizes_bytes: tuple[int,
         if group is None or dist.get_world_size(group) == 1:
             continue
         for size in sizes_bytes:
-            rows += [_row(scope, kind, group, size, device) for kind in KINDS]
+            rows += [_row(scope, kind, _of_kind(scope, kind, group), size, device) for kind in KINDS]
     source = f"measured by lightning-shard probe on {datetime.date.today().isoformat()}, {dist.get_backend()}"
     return LinkProfile(
         intra=_fit("intra", rows, source, local_size),
@@ -69,6 +69,11 @@ def _groups(world: int, local_size: int) -> list[tuple[Scope, dist.ProcessGroup 
     return mine
 
 
+def _of_kind(scope: Scope, kind: Kind, group: Any) -> Any:
+    """Shards that lie on several nodes lie on all of their ranks: their gathers are one ring around everyone."""
+    return dist.group.WORLD if scope == "inter" and kind == "all_gather" else group
+
+
 def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) -> dict[str, Any]:
     ranks = dist.get_world_size(group)
     share = torch.zeros(size // 4 // ranks, device=device)
@@ -81,7 +86,7 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
         if kind == "send":
             _send_to_next(whole, group)
         elif kind == "all_gather":
-            _gather(whole, share, group, alone=scope == "intra" or dist.get_world_size() == ranks)
+            _gather(whole, share, group)
         else:
             dist.all_reduce(whole, group=group)
         if device.type == "cuda":
@@ -97,9 +102,9 @@ def _row(scope: Scope, kind: Kind, group: Any, size: int, device: torch.device) 
     return {"scope": scope, "kind": kind, "ranks": ranks, "bytes": whole.numel() * 4, "seconds": seconds}
 
 
-def _gather(whole: torch.Tensor, share: torch.Tensor, group: Any, *, alone: bool) -> None:
-    """As shards are gathered in a run; ``alone``: shards may lie on this group and no other rank."""
-    if alone and pairs.is_pair(group, whole.device.type):
+def _gather(whole: torch.Tensor, share: torch.Tensor, group: Any) -> None:
+    """As shards are gathered in a run."""
+    if pairs.is_pair(group, whole.device.type):
         pairs.gather(whole, share, group).wait()
     else:
         all_gather_single(whole, share, group=group)
@@ -116,10 +121,16 @@ def _send_to_next(whole: torch.Tensor, group: Any) -> None:
 
 def _fit(scope: Scope, rows: list[dict[str, Any]], source: str, local_size: int) -> Any:
     """The link of a scope. All ranks of a node talk to their equals elsewhere at the same time, so what they reach
-    together is the node's: its only adapter, or the sum of one per device.
+    together is the node's: its only adapter, or the sum of one per device. A ring around everyone leaves each node once,
+    so a rank's part of what it reaches there is one of as many as there are ranks.
     """
     timings = [
-        Timing(kind=row["kind"], ranks=row["ranks"], size_bytes=row["bytes"], seconds=row["seconds"])
+        Timing(
+            kind=row["kind"],
+            ranks=row["ranks"],
+            size_bytes=row["bytes"] // (local_size if _goes_around(row, scope, local_size) else 1),
+            seconds=row["seconds"],
+        )
         for row in rows
         if row["scope"] == scope
     ]
@@ -130,3 +141,7 @@ def _fit(scope: Scope, rows: list[dict[str, Any]], source: str, local_size: int)
         return link
     together = link.bytes_per_s * local_size
     return dataclasses.replace(link, bytes_per_s=together, peak_bytes_per_s=together, shared_by_node=True)
+
+
+def _goes_around(row: dict[str, Any], scope: Scope, local_size: int) -> bool:
+    return scope == "inter" and row["kind"] == "all_gather" and local_size > 1

@@ -1,8 +1,8 @@
 """The terms of a step: compute, collectives that hide behind it and those that do not, the update.
 
 Compute is FLOPs over peak and efficiency; an all-reduce is twice a gather or reduction of its bytes; data-parallel
-collectives hide behind compute on accelerators and do not on hosts, where each one of shards also costs work of its own;
-tensor-parallel sums never hide.
+collectives hide behind compute on accelerators and do not inside a host, where each one of shards also costs work of its
+own (between hosts they do in part: :mod:`lightning_shard.timing.network`); tensor-parallel sums never hide.
 """
 
 import math
@@ -18,6 +18,7 @@ from lightning_shard.specs import TensorSpec
 from lightning_shard.specs.split import full_name, split_vocabulary
 from lightning_shard.timing.adapters import BACKWARD, adapter_s
 from lightning_shard.timing.links import Ring, all_reduce_s, collective_s, ring_of
+from lightning_shard.timing.network import passes_s
 from lightning_shard.timing.tensor_parallel import tensor_gathers, tensor_sums
 
 ATTENTION_BACKWARD = 2.5
@@ -192,7 +193,8 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     flat_bytes = s.master_bytes * s.total("flat_numel")
     once_s = _across_replicas(s, reduced.num_bytes // s.plan.dp_shard) + _flat(s, flat_bytes)
     messages = gathers * (forward.messages + again.messages) + reductions * reduced.messages
-    shards_s = _with_host_work(s.cluster, ring, gathers * (gather_s + again_s) + reductions * reduce_s, messages)
+    shards_s = gathers * (gather_s + again_s) + reductions * reduce_s
+    shards_s += messages * s.cluster.device.host_work_s * (ring.size > 1)
     comm_s = shards_s + once_s
     share = (ring.size - 1) / ring.size
     sent = share * (gathers * (forward.num_bytes + again.num_bytes) + reductions * reduced.num_bytes)
@@ -200,22 +202,13 @@ def _sharded(s: Situation, forward_s: float, backward_s: float) -> Laid:
     sent += _sum_share(s.plan.data_parallel_size) * flat_bytes
     compute_s = rounds * (forward_s + backward_s)
     if s.cluster.accelerator == "cpu":
-        return compute_s + comm_s, comm_s, shards_s, sent
+        together_s = compute_s + shards_s if ring.nodes == 1 else passes_s(s, ring, forward_s, backward_s)
+        return together_s + once_s, comm_s, shards_s, sent
     hidden = gathers * max(forward_s, gather_s) + (rounds - gathers) * forward_s
     beside = gathers * again_s + reductions * reduce_s + once_s
     hidden += max(rounds * backward_s, beside)
     ends_s = gather_s / max(1, forward.messages) + reduce_s / max(1, reduced.messages)
     return hidden + ends_s, comm_s, shards_s, sent
-
-
-def _with_host_work(cluster: Cluster, ring: Ring, transfers_s: float, messages: int) -> float:
-    """Transfers beside what a host's own cores do around each: inside a host those carry the bytes too, so both add up;
-    a network carries them while the host works, so the longer counts.
-    """
-    if ring.size == 1:
-        return transfers_s
-    work_s = messages * cluster.device.host_work_s
-    return transfers_s + work_s if ring.nodes == 1 else max(transfers_s, work_s)
 
 
 def _sum_share(ranks: int) -> float:

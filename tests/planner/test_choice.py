@@ -61,7 +61,7 @@ def test_shards_inside_nodes_relieve_a_slow_network_of_full_training_but_not_of_
     assert choose(LLAMA_1B, LORA_SHORT, nodes).plan.strategy == "ddp"
     kept = {"dp_replicate": 1, "dp_shard": 4, "reshard_after_forward": False}
     shards = choose(LLAMA_1B, TrainSpec(seq_len=512), nodes, pin=kept).estimate
-    assert shards.step_s > full.estimate.step_s * 1.5  # gloo scatters sums by an all-reduce
+    assert shards.step_s > full.estimate.step_s * 1.25  # gloo scatters sums by an all-reduce
 
 
 def test_ddp_when_it_fits_with_headroom_else_fsdp2_else_no() -> None:

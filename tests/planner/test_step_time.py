@@ -68,7 +68,7 @@ def test_ranks_that_split_layers_count_the_head_once(split: bool) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_a_hosts_work_for_shards(nodes: int) -> None:
-    """Inside a host each gather and reduction costs its cores time; over a network it hides behind the transfer."""
+    """Each gather and reduction costs its cores time, inside a host and over a network."""
     links = {"intra_link": find_link("loopback"), "inter_link": find_link("eth10")}
     many = Cluster(num_nodes=nodes, devices_per_node=4 // nodes, device=HOST, accelerator="cpu", **links)
     idle = dataclasses.replace(many, device=dataclasses.replace(HOST, host_work_s=0.0))
@@ -78,5 +78,5 @@ def test_a_hosts_work_for_shards(nodes: int) -> None:
         seconds = [time_step(make_situation(LLAMA_8B, train, plan, where)).step_s for where in (many, idle)]
         more[plan] = (seconds[0] - seconds[1]) / HOST.host_work_s
     blocks, rest = LLAMA_8B.num_blocks, 3  # the embedding, the head with the last norm, and what is left
-    expected = (3 * blocks + 2 * rest, 2 * blocks + 2 * rest, 0) if nodes == 1 else (0, 0, 0)
-    assert tuple(more.values()) == pytest.approx(expected, abs=2.01 if nodes == 1 else 1e-3)
+    expected = (3 * blocks + 2 * rest, 2 * blocks + 2 * rest, 0)
+    assert tuple(more.values()) == pytest.approx(expected, abs=2.01)

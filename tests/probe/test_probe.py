@@ -80,7 +80,11 @@ def test_two_nodes_of_two_ranks_have_both_links() -> None:
     assert profile.inter is not None
     assert profile.inter.shared_by_node  # two ranks of a node were measured together
     assert not profile.intra.shared_by_node
-    assert {row["ranks"] for row in profile.timings} == {2}
+    around_everyone = [row for row in profile.timings if row["ranks"] == 4]
+    assert {(row["scope"], row["kind"]) for row in around_everyone} == {
+        ("inter", "all_gather")
+    }  # as shards on both nodes
+    assert {row["ranks"] for row in profile.timings} == {2, 4}
 
 
 def test_a_profile_replaces_the_links_of_a_cluster(tmp_path: Path) -> None:
