@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 4 * 2**20
-"""Bytes that wait on the host on their way to another type or device."""
+PIECE_BYTES = 16 * 2**20
+"""Bytes that wait on the host on their way to another device."""
+CAST_BYTES = 2**20
+"""Bytes that wait on the host on their way to another type there: few enough to stay in a core's cache."""
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader allows."""
 SAMPLE_BYTES = 4096
@@ -81,10 +83,11 @@ class StoredTensor:
 
     def _stream(self, file: int, offset: int, target: Tensor) -> None:
         """Fill a flat ``target`` with consecutive values."""
-        if target.device.type == "cpu" and target.dtype == self.dtype:
+        on_host = target.device.type == "cpu"
+        if on_host and target.dtype == self.dtype:
             _read(file, offset, target, self)
             return
-        piece_numel = min(PIECE_BYTES // self.dtype.itemsize, target.numel())
+        piece_numel = min((CAST_BYTES if on_host else PIECE_BYTES) // self.dtype.itemsize, target.numel())
         piece = torch.empty(piece_numel, dtype=self.dtype)
         for begin in range(0, target.numel(), piece_numel):
             part = piece[: min(piece_numel, target.numel() - begin)]

@@ -159,7 +159,7 @@ def test_f5_each_rank_reads_what_it_keeps(tmp_path: Path) -> None:
 
 
 def test_a_cast_waits_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weights, "CAST_BYTES", 64)
     values = torch.randn(7, 33)
     save_file({"weight": values}, tmp_path / "model.safetensors")
     target = torch.empty(7, 33, dtype=torch.bfloat16)
