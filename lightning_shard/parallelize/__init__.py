@@ -22,6 +22,7 @@ from lightning_shard.parallelize.cast import ComputeCast, ComputeTypes, cast_by_
 from lightning_shard.parallelize.compiling import compile_blocks
 from lightning_shard.parallelize.flat import FlatGradients
 from lightning_shard.parallelize.materialize import Materializer, agree_on_starts
+from lightning_shard.parallelize.norms import compute_wide, kept_wide
 from lightning_shard.parallelize.prefetch import has_streams, prefetch_lists
 from lightning_shard.parallelize.recompute import checkpoint_activations, recomputing_blocks
 from lightning_shard.parallelize.shard import shard
@@ -136,7 +137,7 @@ def parallelize(
         before.undo()
     shards = Shards(module, mesh_before)
     units, by_user = find_units(module), is_sharded(module)
-    storage = store(module, precision, None if before is None else before.storage)
+    storage = store(module, precision, None if before is None else before.storage, kept_wide(module, precision))
     opened: list[Any] = []
     materializer = Materializer(module, seed, stream=plan.tp == 1)  # tensor parallelism splits whole tensors
     waiting = find_places(module)
@@ -162,7 +163,7 @@ def parallelize(
             parameter.data = parameter.data.to(device)
         replicated = average_gradients([p for p in module.parameters() if p in whole and p.requires_grad])
         if precision.compute_dtype is not None:
-            uncovered = places_of(module, uncovered_by_policy(whole, precision))
+            uncovered = places_of(module, uncovered_by_policy(whole - kept_wide(module, precision), precision))
     else:
         shards.put_together(module)
         materializer.materialize(module)
@@ -173,6 +174,7 @@ def parallelize(
         replicated = FlatGradients(module.parameters(), chunk_bytes=bucket_bytes(module, plan))
     require_castable(uncovered, module)
     casts, hooks = cast_by_unit(units, uncovered, input_dtype, recomputing_blocks(units, plan))
+    hooks += compute_wide(module, precision)
     checkpoint_activations(units, plan, {unit: cast for unit, cast in casts.items() if cast})
     if plan.compile:
         compile_blocks(units, plan)

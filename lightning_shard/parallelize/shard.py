@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shard._compat import fsdp_reduce_unused, fsdp_root_init
 from lightning_shard.parallelize import prefetch
 from lightning_shard.parallelize.cast import cast_tensors
+from lightning_shard.parallelize.norms import kept_wide
 from lightning_shard.parallelize.pairs import gather_in_pairs, is_pair
 from lightning_shard.parallelize.storage import is_packed, to_dtype
 from lightning_shard.parallelize.units import Units, warn_no_blocks
@@ -68,7 +69,7 @@ def shard(
         if isinstance(unit, FSDPModule):
             continue  # the user sharded it
         before(unit)
-        whole |= kept_whole(unit, plan, resident=name in resident)
+        whole |= kept_whole(unit, plan, precision, resident=name in resident)
         if all(p in whole for p in unit.parameters()):
             continue
         _require_shardable(unit, whole, name)
@@ -79,7 +80,7 @@ def shard(
         if isinstance(unit, FSDPModule) and isinstance(unit, nn.Embedding):
             unit.set_unshard_in_backward(False)  # the gradient of a look-up does not need the table
     before(units.root)
-    whole |= kept_whole(units.root, plan, resident="" in resident)
+    whole |= kept_whole(units.root, plan, precision, resident="" in resident)
     if not isinstance(units.root, FSDPModule):
         _require_shardable(units.root, whole, "the root")
         fully_shard(units.root, mp_policy=_root_policy(policy, precision), ignored_params=whole, **common)
@@ -142,15 +143,18 @@ def _require_shardable(unit: nn.Module, whole: set[nn.Parameter], name: str) -> 
             )
 
 
-def kept_whole(unit: nn.Module, plan: Plan, *, resident: bool) -> set[nn.Parameter]:
+def kept_whole(unit: nn.Module, plan: Plan, precision: Precision, *, resident: bool) -> set[nn.Parameter]:
     """Which parameters of a unit no rank shards.
 
     The frozen ones of a resident unit: they never change, so a copy on every rank is exact and costs no
     traffic. Everything that trains, when the plan replicates adapters. What trains in a resident unit
-    otherwise stays sharded, with its gradients and optimizer state, and is gathered once a step.
+    otherwise stays sharded, with its gradients and optimizer state, and is gathered once a step. Norms that are to
+    stay in FP32: a unit is gathered in one type.
     """
     replicate = plan.adapters == "replicated"
-    return {p for p in unit.parameters() if not isinstance(p, DTensor) and (replicate if p.requires_grad else resident)}
+    wide = kept_wide(unit, precision)
+    plain = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+    return {p for p in plain if p in wide or (replicate if p.requires_grad else resident)}
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:

@@ -1,6 +1,6 @@
 """In which type a parameter is stored, and in which it computes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +37,9 @@ class Storage:
     """The type it had before anything was changed."""
 
 
-def store(module: nn.Module, precision: Precision, earlier: Storage | None = None) -> Storage:
+def store(
+    module: nn.Module, precision: Precision, earlier: Storage | None = None, wide: Collection[nn.Parameter] = ()
+) -> Storage:
     """Give every floating parameter its stored type, in place, and say in which type it computes.
 
     What trains is kept in the master type (FP32: smaller updates would be lost to rounding). What is
@@ -45,7 +47,7 @@ def store(module: nn.Module, precision: Precision, earlier: Storage | None = Non
     Buffers keep their type, unless all is to be wide (``64-true``): rotary frequencies in bf16 are wrong frequencies.
     ``earlier`` is what a previous layout
     of the same module changed: the types it was loaded in decide, not those that were left behind, and what has a
-    master keeps it: it may train again.
+    master keeps it: it may train again. ``wide`` are parameters that are stored and compute in the master type.
     """
     master, frozen = to_dtype(precision.master_dtype), to_dtype(precision.frozen_dtype)
     compute = to_dtype(precision.compute_dtype) if precision.frozen_dtype else None
@@ -63,7 +65,9 @@ def store(module: nn.Module, precision: Precision, earlier: Storage | None = Non
             (earlier.loaded_dtypes[each] for each in places if each in earlier.loaded_dtypes), parameter.dtype
         )
         storage.loaded_dtypes.update(dict.fromkeys(places, loaded_as))
-        if parameter.requires_grad or any(each in earlier.compute_dtypes for each in places):
+        if parameter in wide:
+            _cast(parameter, master)
+        elif parameter.requires_grad or any(each in earlier.compute_dtypes for each in places):
             if loaded_as.itemsize < master.itemsize or compute is not None:
                 _cast(parameter, master)
             wanted = compute or loaded_as

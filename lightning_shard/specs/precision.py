@@ -26,6 +26,8 @@ class Precision:
     """Type of the matrix products; None computes in the stored type."""
     reduce_dtype: str
     """Type in which gradients travel."""
+    norms_in_fp32: bool = False
+    """Whether norms keep their weights in FP32 and compute in it, whatever the rest does."""
 
 
 PRECISIONS: dict[str, Precision] = {

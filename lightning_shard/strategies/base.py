@@ -67,6 +67,7 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
         timeout: of a collective.
         start_timeout: how long the ranks wait for each other before they name those that are missing.
         doctor: examine the run before it trains and after its first steps (:class:`lightning_shard.doctor.Doctor`).
+        norms_in_fp32: keep norms' weights in FP32 and compute in it under every precision; whole on every rank.
         ddp: the fields of :class:`SaveOptions`, and anything else that Lightning's DDPStrategy or torch's
             DistributedDataParallel takes.
     """
@@ -79,18 +80,19 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_timeout: timedelta = START_TIMEOUT,
         doctor: bool = True,
+        norms_in_fp32: bool = False,
         **ddp: Any,
     ) -> None:
         save_options = SaveOptions.take_from(ddp)
         require_known_options(type(self).__name__, ddp)
         self._asks_torch_ddp = asks_torch_ddp(ddp)
-        ddp.setdefault("gradient_as_bucket_view", True)
-        ddp.setdefault("find_unused_parameters", False)
+        ddp = {"gradient_as_bucket_view": True, "find_unused_parameters": False, **ddp}
         super().__init__(timeout=timeout, **ddp)
         self._forward_methods = require_names(forward_methods)
         self._weights_only = weights_only
         self._start_timeout = start_timeout
         self._doctor = doctor
+        self._norms_in_fp32 = norms_in_fp32
         self._save_options = save_options
         self._watched: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -99,13 +101,9 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
     _device_memory: int | None = None
     """Bytes that one process may use, where the user said so."""
 
-    # --- which plan ---------------------------------------------------------------------------------
-
     def choose_plan(self, trainer: Trainer) -> Plan:
         """The plan for this run; called once the real module is known, on all ranks."""
         raise NotImplementedError
-
-    # --- Lightning's set-up hooks ----------------------------------------------------------------------
 
     @property
     @override
@@ -160,7 +158,8 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
     def wishes(self) -> dict[str, str]:
         """What the user asked for, in words that must be the same on every rank."""
         plan = self.fixed_plan()
-        asked = {"strategy": type(self).__name__, "precision": self._shard_precision.meaning.name}
+        precision = self._shard_precision.meaning.name + ", norms in FP32" * self._norms_in_fp32
+        asked = {"strategy": type(self).__name__, "precision": precision}
         return asked if plan is None else {**asked, "plan": plan.to_json()}
 
     @override
@@ -249,7 +248,7 @@ class PlanStrategy(SizeSearchStrategy, StepStrategy):
         return parallelize(
             self._root,
             plan,
-            precision=self._shard_precision.meaning,
+            precision=dataclasses.replace(self._shard_precision.meaning, norms_in_fp32=self._norms_in_fp32),
             device=self.root_device,
             mesh=make_mesh(plan, self.root_device.type, mesh_before),
             seed=self.broadcast(torch.initial_seed()),
