@@ -1,9 +1,8 @@
 """Lightning's own features do under every layout what they do on one process, or are refused at the start."""
 
-import io
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch import Tensor
 
 from lightning_shard import FSDP2Strategy, grad_norm
@@ -115,11 +115,31 @@ def test_j7_the_learning_rate_finder(layout: str, tmp_path: Any, monkeypatch: py
     assert_same(partial(FindRate, num_training_steps=8, early_stop_threshold=None), layout)
 
 
-def summary(strategy: Any) -> str:
-    told = io.StringIO()
-    with redirect_stdout(told):
-        _, _ = fit(partial(ModelSummary, max_depth=2), strategy, enable_model_summary=True, max_epochs=1)
-    return told.getvalue()
+class Counted(ModelSummary):
+    """What the table of a run's layers would show."""
+
+    def __init__(self) -> None:
+        super().__init__(max_depth=2)
+        self.seen: list[Any] = []
+
+    def summarize(
+        self, summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any
+    ) -> None:  # type: ignore[override]
+        self.seen += [total_parameters, trainable_parameters, *dict(summary_data)["Params"]]
+
+
+def counted(strategy: Any) -> list[Any]:
+    _, seen = fit(Counted, strategy, enable_model_summary=True, max_epochs=1)
+    return list(seen)
+
+
+@EVERY_LAYOUT
+def test_the_summary_counts_whole_parameters(layout: str) -> None:
+    num_ranks, strategy = LAYOUTS[layout]
+    (expected,) = run_ranks(1, counted, "auto")
+    seen, *_ = run_ranks(num_ranks, counted, strategy)
+    assert len(expected) > 4
+    assert seen == expected
 
 
 class Logs(Regression):
@@ -156,3 +176,21 @@ def peaks(strategy: Any, precision: str) -> Any:
 def test_throughput_is_measured_against_the_peak_of_the_compute_type(strategy: str) -> None:
     wanted = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
     assert {precision: peaks(strategy, precision) for precision in wanted} == wanted
+
+
+def profiled(folder: str, kind: str) -> str:
+    """What one of Lightning's profilers writes about a rank's fit on shards."""
+    options: dict[str, Any] = {"export_to_chrome": False} if kind == "pytorch" else {}
+    make = {"advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}[kind]
+    profiler = make(dirpath=folder, filename=kind, **options)
+    trainer = Trainer(**QUIET, strategy="fsdp2", devices=2, max_epochs=1, profiler=profiler)
+    trainer.fit(Logs(), make_vectors(dist.get_rank(), dist.get_world_size()))
+    (file,) = Path(folder).glob(f"fit-{kind}*{dist.get_rank()}*")
+    return file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["advanced", "pytorch"])
+def test_profilers_see_a_step_on_shards(kind: str, tmp_path: Path) -> None:
+    for told in run_ranks(2, profiled, str(tmp_path), kind):
+        assert "training_step" in told
