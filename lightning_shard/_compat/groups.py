@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 GATHER_TAG, REDUCE_TAG = 0x9A12, 0x9A13
-"""Mark messages between two ranks that stand for an all-gather or a reduce-scatter, so that whoever counts collectives
+EXCHANGES = {GATHER_TAG: "all_gather", REDUCE_TAG: "reduce_scatter"}
+"""Tags of messages between two ranks, a half each way, that stand for a collective, so that whoever counts collectives
 counts those. Not private names: the one room that the engine and ``testing`` share with torch's groups.
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard._compat.groups import EXCHANGES
 from lightning_shard.simulate.result import Collective
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -23,17 +24,17 @@ _KINDS = (
 """Part of an operator's name, and the kind it is."""
 
 
-def collective_kind(func: Any) -> str | None:
-    """The kind of collective an operator carries out; None for any other operator."""
+def collective(func: Any, args: Any) -> tuple[str, int] | None:
+    """The kind of collective that an operator carries out, and the bytes of its whole, gathered side; None for any other
+    operator. An exchange of two ranks counts where its half is received.
+    """
     if func.namespace not in _NAMESPACES:
         return None
-    name = func.overloadpacket.__name__
-    return next((kind for part, kind in _KINDS if part in name), None)
-
-
-def collective_bytes(args: Any) -> int:
-    """Bytes of the largest argument: the whole, gathered side."""
-    return max((_size_bytes(arg) for arg in args), default=0)
+    name, size = func.overloadpacket.__name__, max((_size_bytes(arg) for arg in args), default=0)
+    if name == "recv_" and args[-1] in EXCHANGES:
+        return EXCHANGES[args[-1]], 2 * size
+    kind = next((kind for part, kind in _KINDS if part in name), None)
+    return None if kind is None else (kind, size)
 
 
 def summarise(calls: Iterable[tuple[str, int]]) -> tuple[Collective, ...]:

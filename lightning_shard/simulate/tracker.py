@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_shard._compat import DispatchMode, FakeTensor, in_backward
 from lightning_shard.simulate.allocator import FREED, ROUND_BYTES, Event, round_up
-from lightning_shard.simulate.collectives import collective_bytes, collective_kind
+from lightning_shard.simulate.collectives import collective
 from lightning_shard.simulate.guesses import Guesses
 from lightning_shard.simulate.patches import patched
 from lightning_shard.simulate.result import MomentPeak
@@ -141,9 +141,9 @@ class Tracker(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(each in _PLAIN for each in types):
             return NotImplemented  # a tensor made of tensors: its operations come again on those
-        kind = collective_kind(func)
-        if kind is not None and not self._paused:
-            self.collectives.append((kind, collective_bytes(args)))
+        called = collective(func, args)
+        if called is not None and not self._paused:
+            self.collectives.append(called)
         counted = not self._paused and "optimizer_step" not in self._kinds  # optimizers ask for their step count
         result = self.guesses.run(func, args, kwargs or {}, counted=counted)
         if not self._paused and not func.is_view:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from typing_extensions import override
 
-from lightning_shard._compat.groups import GATHER_TAG, REDUCE_TAG
+from lightning_shard._compat.groups import EXCHANGES
 
 KINDS = {
     "all_gather": ("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
@@ -32,8 +32,6 @@ KINDS = {
 """Kind to the names of torch's operators that carry it out."""
 
 _KIND_OF = {operator: kind for kind, operators in KINDS.items() for operator in operators}
-_PAIRS = {GATHER_TAG: "all_gather", REDUCE_TAG: "reduce_scatter"}
-"""Collectives of two ranks that are exchanges: one half is sent, the other received."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
@@ -105,10 +103,10 @@ class _Recorder(CommDebugMode):  # type: ignore[no-untyped-call]
         if kind is None:
             return
         num_bytes = max((_size_bytes(arg) for arg in args), default=0)
-        if kind in ("send", "recv") and args[-1] in _PAIRS:
+        if kind in ("send", "recv") and args[-1] in EXCHANGES:
             if kind == "send":
                 return
-            kind, num_bytes = _PAIRS[args[-1]], 2 * num_bytes
+            kind, num_bytes = EXCHANGES[args[-1]], 2 * num_bytes
         self._counted.calls.append((kind, num_bytes))
 
 
