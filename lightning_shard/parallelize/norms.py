@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_shard.parallelize.cast import cast_tensors
 from lightning_shard.specs import Precision
@@ -53,9 +52,8 @@ class _Wide:
         return before, norm.register_forward_hook(self._narrow)
 
     def _widen(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        floating = [
-            each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point()
-        ]
+        given = (*args, *kwargs.values())
+        floating = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
         narrow = floating[0].dtype if floating and floating[0].dtype.itemsize < 4 else None
         self._types.append(narrow)
         return (args, kwargs) if narrow is None else cast_tensors((args, kwargs), torch.float32)
