@@ -44,8 +44,8 @@ def compute_wide(root: nn.Module, precision: Precision) -> list[Any]:
 class _Wide:
     """One norm's casts, in and out."""
 
-    def __init__(self) -> None:
-        self._types: list[torch.dtype | None] = []
+    _narrow_dtype: torch.dtype | None = None
+    """Of the input at work. A norm runs nothing of its own kind inside; recomputing may leave one before its end."""
 
     def install(self, norm: nn.Module) -> tuple[Any, Any]:
         before = norm.register_forward_pre_hook(self._widen, with_kwargs=True)
@@ -55,11 +55,11 @@ class _Wide:
         given = (*args, *kwargs.values())
         floating = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
         narrow = floating[0].dtype if floating and floating[0].dtype.itemsize < 4 else None
-        self._types.append(narrow)
+        self._narrow_dtype = narrow
         return (args, kwargs) if narrow is None else cast_tensors((args, kwargs), torch.float32)
 
     def _narrow(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return cast_tensors(output, self._types.pop())
+        return cast_tensors(output, self._narrow_dtype)
 
 
 def _axes(parameter: DTensor) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
@@ -19,10 +18,8 @@ def is_pair(group: dist.ProcessGroup, device_type: str) -> bool:
     return device_type == "cpu" and group.size() == 2 and dist.get_backend(group) == "gloo"
 
 
-def gather_in_pairs(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Let every unit in ``root`` gather by :func:`gather`, where ``dp_shard`` is a pair."""
-    if not is_pair(mesh["dp_shard"].get_group(), mesh.device_type):
-        return
+def gather_in_pairs(root: nn.Module) -> None:
+    """Let every unit in ``root`` gather by :func:`gather` where its group is a pair."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_PairGather())
@@ -104,8 +101,7 @@ class _PairGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if not is_pair(group, "cpu") or not input_tensor.numel():  # forward may leave it gathered in part
-            work: Any = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-            return None if work is None else work
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
         both = gather(output_tensor, input_tensor, group)
         if async_op:
             return both

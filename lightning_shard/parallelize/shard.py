@@ -87,12 +87,20 @@ def shard(
     fsdp_reduce_unused(units.root)
     streams = prefetch.has_streams(mesh)
     prefetch.gather_ahead(units, plan.prefetch, streams=streams)
-    beside = bool(plan.prefetch) and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1
-    if not streams and (beside or is_pair(mesh["dp_shard"].get_group(), mesh.device_type)):
-        prefetch.HostReductions(beside=beside).install(units.root)
-    gather_in_pairs(units.root, mesh)
+    if not streams:
+        _transfer_on_host(units.root, plan, mesh)
     load()
     return whole, _open_root(units.root, policy.param_dtype, forward_methods)
+
+
+def _transfer_on_host(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Where there are no streams: reductions beside backward where nothing goes on with them at once, and pairs' exchanges."""
+    beside = bool(plan.prefetch) and plan.dp_replicate == 1 and plan.offload == "none" and plan.tp == 1
+    pair = is_pair(mesh["dp_shard"].get_group(), mesh.device_type)
+    if beside or pair:
+        prefetch.HostReductions(beside=beside).install(root)
+    if pair:
+        gather_in_pairs(root)
 
 
 def resident_units(plan: Plan, units: Units) -> set[str]:
