@@ -80,3 +80,14 @@ def test_a_hosts_work_for_shards(nodes: int) -> None:
     blocks, rest = LLAMA_8B.num_blocks, 3  # the embedding, the head with the last norm, and what is left
     expected = (3 * blocks + 2 * rest, 2 * blocks + 2 * rest, 0)
     assert tuple(more.values()) == pytest.approx(expected, abs=2.01)
+
+
+def test_between_hosts_transfers_pass_beside_compute() -> None:
+    """Without gathering ahead they add up; with it the longer of both counts, unit by unit, less the ends."""
+    link = dataclasses.replace(find_link("eth10"), bytes_per_s=1e8)  # a tenth of what the cores carry inside a host
+    links = {"intra_link": find_link("loopback"), "inter_link": link}
+    hosts = Cluster(num_nodes=2, devices_per_node=1, device=HOST, accelerator="cpu", **links)
+    train = TrainSpec(seq_len=1024)
+    apart, ahead = (time_step(make_situation(LLAMA_8B, train, Plan(dp_shard=2, prefetch=n), hosts)) for n in (0, 1))
+    assert apart.exposed_s == pytest.approx(apart.comm_s, rel=0.01)
+    assert 0 < ahead.exposed_s < 0.5 * apart.exposed_s

@@ -11,6 +11,7 @@ from lightning_shard.cli import main
 from lightning_shard.hardware import Cluster, LinkProfile, find_device, link_between_nodes, link_inside_node
 from lightning_shard.hardware.profile import Timing, fit_link
 from lightning_shard.probe import measure_links
+from lightning_shard.probe.measure import _fit
 from lightning_shard.testing import ranks
 from lightning_shard.timing.links import all_reduce_s, collective_s, ring_of
 
@@ -107,3 +108,20 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
 def test_one_device_has_no_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--devices", "1"]) == 2
     assert "a link has two ends" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("local_size", [1, 4])
+def test_a_ring_around_everyone_is_weighed_as_one_of_a_nodes_many(local_size: int) -> None:
+    """Pairs across two nodes share the link's 100 MB/s; one ring around all ranks reaches 80 of them alone."""
+    rows = [
+        {"scope": "inter", "kind": kind, "ranks": ranks, "bytes": size, "seconds": sent * parts / speed}
+        for size in (2**20, 2**24)
+        for kind, ranks, sent, parts, speed in (
+            ("send", 2, size, local_size, 100e6),
+            ("all_reduce", 2, size, local_size, 100e6),
+            ("all_gather", 2 * local_size, size * (1 - 0.5 / local_size), 1, 80e6),
+        )
+    ]
+    link = _fit("inter", rows, "test", local_size)
+    assert link.bytes_per_s == pytest.approx(100e6, rel=1e-3)
+    assert link.all_gather_share == pytest.approx(0.8, rel=1e-3)
